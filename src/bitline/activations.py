@@ -1,0 +1,105 @@
+"""Quantization of a layer's input, as the checkpoint's ActSpec asks for it. The one definition that all kernels follow.
+
+Formulas are compressed-tensors' own (quantization/utils/helpers.py, calculate_qparams): a symmetric integer range is
+divided by (2**bits - 1) / 2, an asymmetric one by 2**bits - 1 with its zero point rounded; FP8 by the largest value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitline.errors import InputError
+from bitline.types import ActSpec
+
+_FP8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+
+
+def quantize_input(
+    x: Tensor, act: ActSpec, scale: Tensor | None = None, zero: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x [M, K] to (codes [M, K] int8 or FP8, scale float32 [M, 1] or [1, 1], zero int32 like scale or None).
+
+    The value of a code is scale * (code - zero). `scale` and `zero` are a static scheme's; both scalars.
+    """
+    values = x.float()
+    if act.granularity == "group":
+        raise InputError("grouped activations have no single scale per row", found=str(act), expected="tensor or token")
+    if not act.dynamic:
+        if scale is None:
+            raise InputError("a static activation scheme needs its scale", found=str(act))
+        scale = scale.float().reshape(1, 1)
+        zero = None if zero is None or act.symmetric else zero.to(torch.int32).reshape(1, 1)
+    else:
+        scale, zero = _dynamic(values if act.granularity == "token" else values.reshape(1, -1), act)
+    return _encode(values, act, scale, zero), scale, zero
+
+
+def _dynamic(rows: Tensor, act: ActSpec) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of each row, [rows, 1]."""
+    if rows.shape[-1] == 0 or rows.shape[0] == 0 or rows.numel() == 0:
+        return rows.new_ones(rows.shape[0], 1), None
+    tiny = torch.finfo(torch.float32).eps
+    low, high = -(1 << (act.dtype.bits - 1)), (1 << (act.dtype.bits - 1)) - 1
+    if act.dtype.kind == "float":
+        return (rows.abs().amax(-1, keepdim=True) / act.dtype.max()).clamp_(min=tiny), None
+    if act.symmetric:
+        return (rows.abs().amax(-1, keepdim=True) / ((high - low) / 2)).clamp_(min=tiny), None
+    smallest = rows.amin(-1, keepdim=True).clamp_(max=0)
+    largest = rows.amax(-1, keepdim=True).clamp_(min=0)
+    scale = ((largest - smallest) / (high - low)).clamp_(min=tiny)
+    return scale, (low - smallest / scale).round_().clamp_(low, high).to(torch.int32)
+
+
+def _encode(values: Tensor, act: ActSpec, scale: Tensor, zero: Tensor | None) -> Tensor:
+    scaled = values / scale
+    if act.dtype.kind == "float":
+        limit = act.dtype.max()
+        return scaled.clamp_(-limit, limit).to(_FP8[act.dtype.name])
+    if zero is not None:
+        scaled = scaled + zero
+    low, high = -(1 << (act.dtype.bits - 1)), (1 << (act.dtype.bits - 1)) - 1
+    return scaled.round_().clamp_(low, high).to(torch.int8)
+
+
+def fake_quantize(x: Tensor, act: ActSpec, scale: Tensor | None = None, zero: Tensor | None = None) -> Tensor:
+    """x as the quantized input would be read back, float32 [M, K]: the reference semantics of an ActSpec."""
+    if act.granularity != "group":
+        codes, s, z = quantize_input(x, act, scale, zero)
+        return (codes.float() - (0 if z is None else z)) * s
+    g, k = act.group_size, x.shape[-1]
+    padded = torch.nn.functional.pad(x.float(), (0, -k % g)).reshape(-1, g)
+    if act.scale != "float":
+        return _fake_quantize_micro(padded, act, scale).reshape(x.shape[0], -1)[:, :k]
+    codes, s, z = quantize_input(padded, ActSpec(act.dtype, True, "token", 0, act.symmetric))
+    return ((codes.float() - (0 if z is None else z)) * s).reshape(x.shape[0], -1)[:, :k]
+
+
+def _fake_quantize_micro(groups: Tensor, act: ActSpec, input_global_scale: Tensor | None) -> Tensor:
+    """MX (E8M0 scales) and NVFP4 (E4M3 scales under a global one): groups [n, g] quantized and read back, float32."""
+    peak = groups.abs().amax(-1, keepdim=True)
+    if act.scale == "e8m0":
+        # OCP MX 1.0, section 6.3: the shared exponent is floor(log2(amax)) minus the element's largest exponent.
+        exponent = torch.frexp(peak).exponent - 1 - int(torch.frexp(torch.tensor(act.dtype.max())).exponent - 1)
+        scale = torch.where(peak > 0, torch.ldexp(torch.ones_like(peak), exponent.clamp(-127, 127)), torch.ones_like(peak))
+    else:
+        top = torch.ones((), device=groups.device) if input_global_scale is None else input_global_scale.float()
+        local = (peak * top / act.dtype.max()).clamp(max=448.0).to(torch.float8_e4m3fn).float()
+        scale = torch.where(local > 0, local / top, torch.ones_like(local))
+    return round_to(groups / scale, act.dtype.name) * scale
+
+
+def round_to(values: Tensor, name: str) -> Tensor:
+    """Nearest value of a minifloat type, ties to even mantissa, saturating; float32 in and out."""
+    if name in _FP8:
+        limit = torch.finfo(_FP8[name]).max
+        return values.clamp(-limit, limit).to(_FP8[name]).float()
+    if name != "float4_e2m1":
+        raise InputError("no rounding rule for this type", found=name, expected="float4_e2m1 or an FP8 type")
+    magnitude = values.abs()
+    # E2M1 steps: 0.5 below 2, 1 below 4, 2 up to 6; torch rounds halves to even, which is the even mantissa here.
+    half = (magnitude * 2).round() / 2
+    one = magnitude.round()
+    two = (magnitude / 2).round() * 2
+    out = torch.where(magnitude < 2, half, torch.where(magnitude < 4, one, two)).clamp(max=6.0)
+    return torch.copysign(out, values)

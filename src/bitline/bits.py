@@ -1,0 +1,98 @@
+"""Packed codes: each row is a little-endian bit stream along K, `uint8 [N, ceil(K * bits / 8)]`.
+
+Element k of a row occupies bits [k * bits, (k + 1) * bits) of that row. Bits past K * bits are ignored by every
+reader and written as zero here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROW_CHUNK_BYTES = 1 << 22  # a chunk of unpacked rows stays near the cache and far from doubling a weight
+
+
+def row_bytes(k: int, bits: int) -> int:
+    """Bytes of one packed row."""
+    return (k * bits + 7) // 8
+
+
+def rows_per_chunk(k: int) -> int:
+    """How many rows to unpack at a time."""
+    return max(1, ROW_CHUNK_BYTES // max(1, k))
+
+
+def unpack(codes: Tensor, bits: int, k: int) -> Tensor:
+    """Packed rows uint8 [N, >= ceil(k*bits/8)] to one code per byte, uint8 [N, k]."""
+    n = codes.shape[0]
+    if bits == 8:
+        return codes[:, :k]
+    if 8 % bits == 0:
+        per = 8 // bits
+        mask = (1 << bits) - 1
+        out = torch.empty(n, codes.shape[1], per, dtype=torch.uint8, device=codes.device)
+        for i in range(per):
+            field = codes if i == 0 else codes >> (bits * i)
+            out[..., i] = field & mask if i < per - 1 else field
+        return out.view(n, -1)[:, :k]
+    blocks = -(-k // 8)  # 8 codes fill exactly `bits` bytes
+    need = blocks * bits
+    if codes.shape[1] < need:
+        codes = torch.nn.functional.pad(codes, (0, need - codes.shape[1]))
+    grouped = codes[:, :need].reshape(n, blocks, bits)
+    out = torch.empty(n, blocks, 8, dtype=torch.uint8, device=codes.device)
+    mask = (1 << bits) - 1
+    for i in range(8):
+        byte, shift = divmod(i * bits, 8)
+        field = grouped[..., byte] >> shift
+        if shift + bits > 8:
+            field = field | (grouped[..., byte + 1] << (8 - shift))
+        out[..., i] = field & mask
+    return out.view(n, blocks * 8)[:, :k]
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """One code per byte uint8 [N, K] to packed rows uint8 [N, ceil(K*bits/8)]; high bits of a byte are dropped."""
+    n, k = values.shape
+    if bits == 8:
+        return values.contiguous()
+    values = values & ((1 << bits) - 1)
+    unit = 8 // bits if 8 % bits == 0 else 8
+    if k % unit:
+        values = torch.nn.functional.pad(values, (0, unit - k % unit))
+    if 8 % bits == 0:
+        fields = values.view(n, -1, unit)
+        out = fields[..., 0].clone()
+        for i in range(1, unit):
+            out |= fields[..., i] << (bits * i)
+        return out
+    fields = values.view(n, -1, 8)
+    out = torch.zeros(n, fields.shape[1], bits, dtype=torch.uint8, device=values.device)
+    for i in range(8):
+        byte, shift = divmod(i * bits, 8)
+        out[..., byte] |= fields[..., i] << shift
+        if shift + bits > 8:
+            out[..., byte + 1] |= fields[..., i] >> (8 - shift)
+    return out.view(n, -1)[:, : row_bytes(k, bits)].contiguous()
+
+
+def narrow(codes: Tensor, bits: int, start: int, stop: int) -> Tensor:
+    """Columns [start, stop) of packed rows: a view where the cut falls on a byte, else repacked in chunks of rows."""
+    if start * bits % 8 == 0:
+        return codes[:, start * bits // 8 : row_bytes(stop, bits)]
+    return map_columns(codes, bits, stop, lambda rows: rows[:, start:stop], stop - start)
+
+
+def take(codes: Tensor, bits: int, k: int, index: Tensor) -> Tensor:
+    """Columns `index` (int64 [K']) of packed rows of k columns, repacked."""
+    return map_columns(codes, bits, k, lambda rows: rows.index_select(1, index), index.numel())
+
+
+def map_columns(codes: Tensor, bits: int, k: int, change, k_out: int) -> Tensor:  # type: ignore[no-untyped-def]
+    """Unpack, change and repack a chunk of rows at a time; `change` maps uint8 [n, k] to uint8 [n, k_out]."""
+    n = codes.shape[0]
+    out = torch.empty(n, row_bytes(k_out, bits), dtype=torch.uint8, device=codes.device)
+    step = rows_per_chunk(max(k, k_out))
+    for r in range(0, n, step):
+        out[r : r + step] = pack(change(unpack(codes[r : r + step], bits, k)), bits)
+    return out

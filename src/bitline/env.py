@@ -1,0 +1,57 @@
+"""The one place where environment variables are read. Each is also an argument somewhere; the argument wins."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A documented environment variable: `bitline doctor` prints this table."""
+
+    name: str
+    effect: str
+    argument: str
+
+
+VARIABLES = (
+    Variable("BITLINE_CACHE", "folder for downloaded models and measured costs", "models.fetch(cache=…)"),
+    Variable("BITLINE_DISABLED_KERNELS", "kernel class names never to use, separated by commas", "Policy(disabled=…)"),
+    Variable("BITLINE_KERNEL", "the one kernel class to use", "Policy(kernel=…)"),
+    Variable("BITLINE_BACKEND", "the provider whose kernels to use", "Policy(backend=…)"),
+)
+
+
+def _read(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
+def cache_dir() -> Path:
+    """`$BITLINE_CACHE`, else `$XDG_CACHE_HOME/bitline`, else `~/.cache/bitline`."""
+    own = _read("BITLINE_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = _read("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "bitline"
+
+
+def disabled_kernels() -> frozenset[str]:
+    """Class names in `$BITLINE_DISABLED_KERNELS`, blanks trimmed, empty entries dropped."""
+    return frozenset(part.strip() for part in _read("BITLINE_DISABLED_KERNELS").split(",") if part.strip())
+
+
+def kernel() -> str:
+    """`$BITLINE_KERNEL`, else "auto"."""
+    return _read("BITLINE_KERNEL") or "auto"
+
+
+def backend() -> str:
+    """`$BITLINE_BACKEND`, else "auto"."""
+    return _read("BITLINE_BACKEND") or "auto"
+
+
+def triton_interpret() -> bool:
+    """True where Triton runs its interpreter instead of compiling (`$TRITON_INTERPRET`, Triton's own variable)."""
+    return _read("TRITON_INTERPRET") in ("1", "true", "True", "on")

@@ -1,0 +1,60 @@
+"""Every error that Bitline raises on purpose: what, where, what was found, what was expected, what to do."""
+
+from __future__ import annotations
+
+
+class BitlineError(Exception):
+    """Base of all deliberate errors.
+
+    The message reads: *what* [in *file*, tensor *tensor*]: found *found*, expected *expected*. *fix*.
+    Each part is also an attribute, so a caller can act on it without parsing text.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: object = None,
+        tensor: str | None = None,
+        found: object = None,
+        expected: object = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what, self.tensor, self.fix = what, tensor, fix
+        self.file = None if file is None else str(file)
+        self.found = None if found is None else str(found)
+        self.expected = None if expected is None else str(expected)
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        where = [f"file {self.file}"] if self.file else []
+        where += [f"tensor {self.tensor}"] if self.tensor else []
+        text = self.what + (f" [{', '.join(where)}]" if where else "")
+        facts = [f"found {self.found}"] if self.found is not None else []
+        facts += [f"expected {self.expected}"] if self.expected is not None else []
+        text += f": {', '.join(facts)}" if facts else ""
+        return text + (f". To fix it: {self.fix}" if self.fix else "")
+
+
+class CheckpointError(BitlineError, ValueError):
+    """A checkpoint cannot be read as what it says it is; nothing of it was used."""
+
+
+class WeightError(BitlineError, ValueError):
+    """A canonical weight contradicts itself."""
+
+
+class NoKernelError(BitlineError, ValueError):
+    """The policy leaves no kernel that can run a layer."""
+
+
+class PlatformError(BitlineError, ValueError):
+    """A platform string or device that Bitline does not know, or that is not here."""
+
+
+class InputError(BitlineError, ValueError):
+    """A call with a tensor or an argument that the layer or function cannot take."""
+
+
+class OutOfMemoryError(BitlineError, MemoryError):
+    """The machine or device has too little memory for what was asked."""

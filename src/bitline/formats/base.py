@@ -1,0 +1,82 @@
+"""The contract between a checkpoint and its format reader: tensors by name on one side, layer records on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bitline.errors import CheckpointError, WeightError
+from bitline.types import LinearSpec
+from bitline.weight import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as its file's header describes it; its bytes are known to lie inside the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    nbytes: int
+
+
+class TensorSource(Protocol):
+    """Every tensor of a checkpoint, whatever files it is spread over. Headers are read on opening, data when asked for."""
+
+    path: Path
+    config: Mapping[str, Any]  # config.json, or {} where there is none
+    tensors: Mapping[str, TensorInfo]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, memory-mapped where the file allows it. A missing name is a CheckpointError."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One quantized linear layer of a checkpoint: what it is, and a function that reads it.
+
+    name: the module's name in the checkpoint ("model.layers.0.mlp.down_proj"). format: the family in the field's words
+    ("gptq v1", "awq gemm", "compressed-tensors pack-quantized", "gguf Q4_1"). tensors: the names it is made of.
+    oddities: what a careful reader noticed and a user may want to know; none of them makes the layer wrong.
+    """
+
+    name: str
+    format: str
+    spec: LinearSpec
+    tensors: tuple[str, ...]
+    read: Callable[[], QuantizedWeight] = field(repr=False, compare=False)
+    nbytes: int = 0
+    oddities: tuple[str, ...] = ()
+
+    def weight(self) -> QuantizedWeight:
+        """Read, convert and validate the layer. What is wrong is a CheckpointError that names file and tensor."""
+        return self.read()
+
+
+class Reader(Protocol):
+    """A checkpoint family. `matches` looks at the config and the tensor names only; `layers` reads no weight data."""
+
+    name: str
+
+    def matches(self, source: TensorSource) -> bool:
+        """True where this reader knows the checkpoint's quantization."""
+        ...
+
+    def layers(self, source: TensorSource) -> Iterable[LayerRecord]:
+        """Every quantized linear layer, checked for shapes and dtypes; the config's contradictions are CheckpointErrors."""
+        ...
+
+
+def in_tensor(error: WeightError, info: TensorInfo) -> CheckpointError:
+    """A weight's contradiction as the checkpoint's: the same facts, with the file and the tensor."""
+    return CheckpointError(
+        error.what, file=info.file, tensor=info.name, found=error.found, expected=error.expected,
+        fix="the file is damaged or mislabelled: download it again or convert it again",
+    )  # fmt: skip

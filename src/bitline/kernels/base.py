@@ -1,0 +1,73 @@
+"""The kernel protocol: five functions and a few declared facts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bitline.platform import Platform
+from bitline.types import YES, LinearSpec, Verdict
+from bitline.weight import QuantizedWeight
+
+Packed = dict[str, Tensor]
+
+
+class Kernel:
+    """One way to run a linear layer. Stateless: every member is a class method, the class itself is the kernel.
+
+    Facts (each is declared here and proven by the conformance tests):
+    deterministic: the same call gives the same bits. batch_invariant: row i of a batch equals the same row alone.
+    cuda_graph: a call can be captured. act_dtypes: input dtypes it takes. weight_only: it takes specs without `act`.
+    """
+
+    platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "rocm", "xpu")
+    backend: ClassVar[str] = "torch"
+    priority: ClassVar[int] = 0
+    deterministic: ClassVar[bool] = True
+    batch_invariant: ClassVar[bool] = False
+    cuda_graph: ClassVar[bool] = True
+    act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """Can it run on this machine: vendor, architecture, features, installed packages."""
+        return YES
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """Can it do this layer exactly as the spec says."""
+        raise NotImplementedError
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """Re-lay a weight for this kernel, on the weight's device. The weight is not changed and not kept."""
+        raise NotImplementedError
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """x [M, K] contiguous in spec.act_dtype, M from 0 up; `packed` is what `pack` gave, in its order. -> [M, N]."""
+        raise NotImplementedError
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """Estimated seconds of one call with M rows, from a roofline."""
+        raise NotImplementedError
+
+    @classmethod
+    def packed_bytes(cls, spec: LinearSpec) -> int:
+        """Bytes of the packed weight; an estimate that `explain` prints."""
+        return spec.weight_bytes()
+
+
+def matmul_rate(spec: LinearSpec, platform: Platform) -> float:
+    """Operations per second of torch's matrix product in the layer's input dtype."""
+    return platform.rates.of("fp32" if spec.act_dtype == torch.float32 else "bf16")
+
+
+def roofline(spec: LinearSpec, platform: Platform, m: int, *, weight_bytes: float, rate: float) -> float:
+    """Seconds by the larger of bytes over bandwidth and operations over rate, plus one launch."""
+    io = weight_bytes + m * (spec.n + spec.k) * spec.act_dtype.itemsize
+    return max(io / platform.rates.bandwidth, 2.0 * m * spec.n * spec.k / rate) + platform.rates.launch

@@ -1,0 +1,71 @@
+"""The reference kernel: dequantize, then multiply. Runs everywhere, refuses nothing, so selection never dead-ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bitline import bits
+from bitline.activations import fake_quantize
+from bitline.kernels.base import Kernel, Packed, matmul_rate, roofline
+from bitline.platform import Platform
+from bitline.types import YES, LinearSpec, Verdict
+from bitline.weight import QuantizedWeight
+
+
+class ReferenceLinearKernel(Kernel):
+    """Rows of the canonical weight are dequantized a chunk at a time and multiplied in the input's dtype.
+
+    What it computes is the definition that every other kernel is tested against: the weight in float32 rounded once to
+    the input dtype, an input that is quantized and read back where the scheme says so, float32 sums inside torch's
+    product. At no time is more than one chunk of rows dequantized.
+    """
+
+    backend = "reference"
+    priority = -100
+    cuda_graph = False
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """Everything."""
+        return YES
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """The canonical tensors themselves: nothing is copied or re-laid."""
+        present, absent = weight.tensors(), torch.empty(0, device=weight.device)
+        return {name: present.get(name, absent) for name in _FIELDS}
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        weight = _rebuild(packed, spec)
+        if spec.act is not None:
+            x = fake_quantize(x, spec.act, weight.input_scale, weight.input_zero).to(spec.act_dtype)
+        y = x.new_empty(x.shape[0], spec.n)
+        step = bits.rows_per_chunk(spec.k)
+        for r in range(0, spec.n, step):
+            rows = slice(r, min(r + step, spec.n))
+            part = None if bias is None else bias[rows].to(x.dtype)
+            y[:, rows] = torch.nn.functional.linear(x, weight.dequantize_rows(rows, x.dtype), part)
+        return y
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """Each weight is read, written and read again as float32 by about four passes of elementwise work."""
+        passes = 4 * 8 * spec.n * spec.k / platform.rates.bandwidth
+        return passes + roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=matmul_rate(spec, platform))
+
+
+_FIELDS = ("codes", "scale", "zero", "offset", "scale2", "offset2", "perm", "group_index", "input_scale", "input_zero")
+
+
+def _rebuild(packed: Sequence[Tensor], spec: LinearSpec) -> QuantizedWeight:
+    """The packed tensors as a weight again, without the checks that they passed before they were packed."""
+    weight = object.__new__(QuantizedWeight)
+    tensors = {name: t if t.numel() else None for name, t in zip(_FIELDS, packed, strict=True)}
+    for name, value in {**tensors, "spec": spec.replace(bias=False), "bias": None, "origin": ""}.items():
+        object.__setattr__(weight, name, value)
+    return weight

@@ -1,0 +1,109 @@
+"""The list of kernels: the built-in ones, those registered at run time, and those of installed plug-ins."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+from dataclasses import dataclass
+
+from bitline.errors import NoKernelError
+from bitline.kernels.base import Kernel
+
+log = logging.getLogger("bitline")
+
+# module -> kernel classes in it. A module is imported when the list is first asked for; it imports no provider package.
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "bitline.kernels.reference": ("ReferenceLinearKernel",),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel as registered: its class, the platforms it is offered on, its tie-breaking priority and its source."""
+
+    kernel: type[Kernel]
+    platforms: tuple[str, ...]
+    priority: int
+    source: str = "bitline"
+
+    @property
+    def name(self) -> str:
+        """The class name, by which kernels are chosen, disabled and looked up."""
+        return self.kernel.__name__
+
+
+_entries: dict[str, Entry] = {}
+_loaded = False
+plugin_failures: dict[str, str] = {}
+
+
+def register_kernel(
+    kernel: type[Kernel], platform: str | None = None, priority: int | None = None, *, replace: bool = False
+) -> type[Kernel]:
+    """Offer a kernel to `choose`.
+
+    platform: "cpu", "cuda", "rocm" or "xpu" to offer it there alone, None for all that the class names.
+    priority: breaks ties of cost, larger first. Raises NoKernelError for a taken name unless `replace`.
+    """
+    if platform is not None and platform not in ("cpu", "cuda", "rocm", "xpu"):
+        raise NoKernelError("unknown platform for a kernel", found=repr(platform), expected="cpu, cuda, rocm or xpu")
+    load()
+    return _add(kernel, (platform,) if platform else kernel.platforms, priority, "registered", replace=replace)
+
+
+def _add(
+    kernel: type[Kernel], platforms: tuple[str, ...], priority: int | None, source: str, *, replace: bool = False
+) -> type[Kernel]:
+    name = kernel.__name__
+    if name in _entries and not replace and _entries[name].kernel is not kernel:
+        raise NoKernelError(f"a kernel named {name} is registered already", fix="rename it, or pass replace=True")
+    _entries[name] = Entry(kernel, platforms, kernel.priority if priority is None else priority, source)
+    return kernel
+
+
+def unregister_kernel(name: str) -> None:
+    """Take a kernel out of the list; an unknown name is a NoKernelError."""
+    if _entries.pop(name, None) is None:
+        raise NoKernelError("no kernel of this name is registered", found=name)
+
+
+def load() -> None:
+    """Import the built-in kernels and the plug-ins of the entry point group "bitline.kernels", once.
+
+    A plug-in is a Kernel class, or a function that calls `register_kernel`. One that fails to load is reported by its
+    name in the log and by `bitline doctor`; it takes nothing else down.
+    """
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    for module, names in BUILT_IN.items():
+        loaded = importlib.import_module(module)
+        for name in names:
+            kernel = getattr(loaded, name)
+            _add(kernel, kernel.platforms, None, "bitline")
+    for point in importlib.metadata.entry_points(group="bitline.kernels"):
+        try:
+            plugin = point.load()
+            if isinstance(plugin, type) and issubclass(plugin, Kernel):
+                _add(plugin, plugin.platforms, None, point.name)
+            else:
+                plugin()
+        except Exception as error:  # a stranger's code: whatever it raises is its own report
+            plugin_failures[point.name] = f"{type(error).__name__}: {error}"
+            log.warning("kernel plug-in %s (%s) failed to load: %s", point.name, point.value, plugin_failures[point.name])
+
+
+def entries() -> tuple[Entry, ...]:
+    """Every registered kernel."""
+    load()
+    return tuple(_entries.values())
+
+
+def kernel_by_name(name: str) -> type[Kernel]:
+    """The class of a registered kernel; an unknown name is a NoKernelError that lists the known ones."""
+    load()
+    if name not in _entries:
+        raise NoKernelError("no kernel of this name is registered", found=name, expected=", ".join(sorted(_entries)))
+    return _entries[name].kernel

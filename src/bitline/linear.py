@@ -1,0 +1,148 @@
+"""QuantLinear: a packed weight, the kernel that was chosen for it, and one opaque operator per call."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from bitline.errors import InputError, OutOfMemoryError
+from bitline.kernels.base import Packed
+from bitline.kernels.registry import kernel_by_name
+from bitline.platform import Platform
+from bitline.select import Choice, Policy, choose, warn_degraded
+from bitline.types import LinearSpec
+from bitline.weight import QuantizedWeight
+
+# The kernel and the spec travel as text, so that a compiled or exported graph means the same in another process.
+_LIBRARY = torch.library.Library("bitline", "DEF")
+_LIBRARY.define("linear(Tensor x, Tensor[] packed, Tensor? bias, str kernel, str spec) -> Tensor")
+
+
+@functools.cache
+def _bound(kernel: str, spec: str) -> tuple[Callable[..., Tensor], LinearSpec]:
+    return kernel_by_name(kernel).apply, LinearSpec.parse(spec)
+
+
+def _linear(x: Tensor, packed: list[Tensor], bias: Tensor | None, kernel: str, spec: str) -> Tensor:
+    apply, parsed = _bound(kernel, spec)
+    if x.shape[0] == 0:
+        return x.new_empty(0, parsed.n)
+    return apply(x.contiguous(), packed, bias, parsed)
+
+
+def _linear_fake(x: Tensor, packed: list[Tensor], bias: Tensor | None, kernel: str, spec: str) -> Tensor:
+    return x.new_empty(x.shape[0], LinearSpec.parse(spec).n)
+
+
+_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("bitline::linear", _linear_fake, lib=_LIBRARY)
+OP = torch.ops.bitline.linear.default
+
+
+class QuantLinear(nn.Module):
+    """y = x @ W.T + bias with a quantized W, on the kernel that `choose` picked.
+
+    weight: the canonical weight; it is packed, never changed, and not kept.
+    bias: [N], overrides the weight's own. act_dtype: dtype of x and y. device: where to run.
+    kernel: "auto" or a class name; `policy` says the rest. x is [..., K] in act_dtype, y is [..., N].
+
+    Inference only: an x that requires grad is an InputError. `.to(device)` moves the packed tensors; a dtype
+    conversion (`.half()`, `.to(dtype)`) leaves them as they are, since scales must not be rounded silently.
+    """
+
+    choice: Choice
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        act_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        kernel: str = "auto",
+        policy: Policy | None = None,
+    ) -> None:
+        super().__init__()
+        if bias is not None:
+            weight = weight.with_bias(bias)
+        if act_dtype is not None:
+            weight = weight.with_act_dtype(act_dtype)
+        target = torch.device(device) if device is not None else weight.device
+        policy = policy or Policy.from_env()
+        if kernel != "auto":
+            policy = Policy(**{**vars(policy), "kernel": kernel})
+        self.choice = choose(weight.spec, Platform.detect(target), policy)
+        self.in_features, self.out_features = weight.spec.k, weight.spec.n
+        near = self.choice.nearest_fast
+        if self.choice.degraded and near is not None:
+            warn_degraded(weight.spec, self.choice.best.name, near.name, near.verdict.reason)
+        self._load(weight, target)
+
+    @property
+    def spec(self) -> LinearSpec:
+        """The layer's spec."""
+        return self.choice.spec
+
+    def reload(self, weight: QuantizedWeight) -> None:
+        """Take another weight of the same spec, as after a training step. Nothing changes if it does not fit."""
+        weight = weight.with_act_dtype(self.spec.act_dtype)
+        if weight.spec != self.spec:
+            raise InputError("cannot reload a layer with a weight of another spec", found=weight.spec, expected=self.spec)
+        self._load(weight, self._packed[0].device)
+
+    def _load(self, weight: QuantizedWeight, device: torch.device) -> None:
+        try:
+            packed = self.choice.kernel.pack(weight.to(device))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise OutOfMemoryError(
+                f"no memory on {device} to pack {weight.origin or 'a weight'}", found=f"{weight.nbytes()} bytes to pack"
+            ) from error
+        bias = None if weight.bias is None else weight.bias.to(device, weight.spec.act_dtype)
+        self._adopt(packed, bias)
+
+    def _adopt(self, packed: Packed, bias: Tensor | None) -> None:
+        self._names = tuple(packed)
+        for name, tensor in packed.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Everything a call needs, looked up once: nn.Module's attribute look-up costs more than the operator."""
+        self._packed: list[Tensor] = [self.get_buffer(name) for name in self._names]
+        self._call = (self._buffers["bias"], self.choice.best.name, self.spec.key)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        spec = self.choice.spec
+        if x.dtype != spec.act_dtype or x.shape[-1] != spec.k:
+            raise InputError("a QuantLinear got an input that it was not made for", found=f"{list(x.shape)} {x.dtype}",
+                             expected=f"[..., {spec.k}] {spec.act_dtype}",
+                             fix="load the model with the dtype it is run in")  # fmt: skip
+        if x.requires_grad and torch.is_grad_enabled():
+            raise InputError("QuantLinear is for inference and has no gradient", fix="call it under torch.inference_mode()")
+        if x.dim() == 2:
+            return OP(x, self._packed, *self._call)
+        rows = math.prod(x.shape[:-1])
+        return OP(x.reshape(rows, spec.k), self._packed, *self._call).view(*x.shape[:-1], spec.n)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        super()._apply(lambda t: _moved(t, fn(t)), recurse)
+        self._bind()
+        return self
+
+    def packed_bytes(self) -> int:
+        """Bytes that the packed weight and bias really take."""
+        return sum(b.nbytes for b in self._buffers.values() if b is not None)
+
+    def extra_repr(self) -> str:
+        """in -> out, scheme, kernel."""
+        return f"{self.in_features} -> {self.out_features}, {self.spec.scheme}, {self.choice.best.name}"
+
+
+def _moved(before: Tensor, after: Tensor) -> Tensor:
+    """Follow a device move, ignore a dtype conversion."""
+    return after if after.dtype == before.dtype else before.to(after.device)

@@ -1,0 +1,265 @@
+"""What a machine is: vendor, architecture, features, packages, and the rates that a cost estimate needs.
+
+`Platform.detect()` describes the machine at hand, `Platform.parse("cuda:sm90")` one that may not be here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import platform as host
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from bitline.errors import PlatformError
+
+Vendor = Literal["cpu", "cuda", "rocm", "xpu"]
+
+# Optional packages that some kernel adapts; import name -> distribution name.
+PACKAGES = {
+    "triton": "triton",
+    "zentorch": "zentorch",
+    "auto_round_kernel": "auto-round-lib",
+    "flashinfer": "flashinfer-python",
+    "deep_gemm": "deep-gemm",
+    "mslk": "mslk",
+    "aiter": "aiter",
+    "humming": "humming-kernels",
+    "vllm_xpu_kernels": "vllm-xpu-kernels",
+}
+
+CPU_FEATURES = (
+    "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_vbmi", "amx", "zen", "neon", "dotprod", "i8mm", "bf16", "sve",
+)  # fmt: skip
+_IMPLIED = {"amx": ("avx512", "avx512_vnni", "avx512_bf16"), "avx512": ("avx2",), "avx512_bf16": ("avx512",),
+            "avx512_vnni": ("avx512",), "avx512_vbmi": ("avx512",)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peak rates of a whole device: bandwidth in bytes/s, dense matrix operations in op/s (a multiply-add is two)."""
+
+    bandwidth: float
+    bf16: float
+    fp32: float
+    int8: float
+    fp8: float = 0.0
+    launch: float = 3e-6  # seconds of a call that does nothing
+
+    def of(self, kind: str) -> float:
+        """The rate of "bf16", "fp16", "fp32", "int8" or "fp8"; formats without units of their own run as bf16."""
+        rate: float = getattr(self, "bf16" if kind == "fp16" else kind)
+        return rate or self.bf16
+
+
+# Vendors' datasheet figures (dense) for one device; a tuned machine replaces what they predict by what it measures.
+_GPU_RATES = {
+    "sm70": Rates(0.9e12, 112e12, 14e12, 62e12), "sm75": Rates(0.32e12, 65e12, 8e12, 130e12),
+    "sm80": Rates(2.0e12, 312e12, 19e12, 624e12), "sm86": Rates(0.94e12, 71e12, 35e12, 284e12),
+    "sm89": Rates(0.86e12, 181e12, 90e12, 724e12, 362e12), "sm90": Rates(4.35e12, 790e12, 60e12, 1500e12, 1550e12),
+    "sm100": Rates(8.0e12, 2250e12, 80e12, 4500e12, 4500e12), "sm103": Rates(8.0e12, 2500e12, 80e12, 300e12, 5000e12),
+    "sm120": Rates(1.8e12, 210e12, 105e12, 838e12, 838e12), "sm121": Rates(0.27e12, 62e12, 31e12, 250e12, 250e12),
+    "gfx90a": Rates(3.2e12, 383e12, 48e12, 383e12), "gfx942": Rates(5.3e12, 1300e12, 163e12, 2600e12, 2600e12),
+    "gfx950": Rates(8.0e12, 2300e12, 157e12, 4600e12, 4600e12), "gfx1030": Rates(0.51e12, 46e12, 23e12, 92e12),
+    "gfx1100": Rates(0.96e12, 123e12, 61e12, 123e12), "gfx1151": Rates(0.25e12, 59e12, 29e12, 59e12),
+    "gfx1200": Rates(0.32e12, 97e12, 25e12, 195e12, 195e12), "gfx1201": Rates(0.64e12, 195e12, 49e12, 389e12, 389e12),
+}  # fmt: skip
+_XPU_RATES = Rates(0.56e12, 98e12, 12e12, 197e12)
+
+
+def _cpu_rates(features: frozenset[str], cores: int) -> Rates:
+    """Per-core figures measured with torch 2.13 on two-core machines (docs/performance.md), scaled by the core count."""
+    bandwidth = min(17e9 * cores, 300e9)
+    fp32 = 24e9 * cores
+    if "amx" in features:
+        return Rates(bandwidth, 900e9 * cores, 90e9 * cores, 1360e9 * cores, launch=2e-6)
+    if "avx512_bf16" in features:
+        return Rates(bandwidth, 440e9 * cores, 90e9 * cores, 740e9 * cores, launch=2e-6)
+    if "avx512" in features:
+        return Rates(bandwidth, fp32 * 2, 90e9 * cores, 400e9 * cores, launch=2e-6)
+    return Rates(bandwidth, fp32, 40e9 * cores, 60e9 * cores, launch=2e-6)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One kind of machine. Hashable and without any handle to hardware, so that `choose` can be asked about any.
+
+    vendor: "cpu", "cuda", "rocm" or "xpu". arch: "x86_64", "aarch64", "sm90", "gfx942", or "" where it does not matter.
+    packages: import names of optional packages that are installed (or assumed). cores: CPU threads that torch uses.
+    """
+
+    vendor: Vendor
+    arch: str = ""
+    features: frozenset[str] = frozenset()
+    packages: frozenset[str] = frozenset()
+    cores: int = 2
+    interpreted: bool = False  # Triton's interpreter stands in for a compiler
+
+    @staticmethod
+    def parse(text: str) -> Platform:
+        """`cpu`, `cpu:avx512,amx`, `cuda:sm90`, `rocm:gfx942`, `xpu`; optional packages and `cores=N` may follow.
+
+        A GPU is taken to come with Triton, as its torch does; every other package has to be named
+        (`cuda:sm90,humming`). Raises PlatformError for a word that is none of these.
+        """
+        name, _, rest = text.strip().lower().partition(":")
+        words = [w.strip() for w in rest.split(",") if w.strip()]
+        if name not in get_args(Vendor):
+            raise PlatformError(
+                "unknown platform", found=repr(text), expected="cpu[:features], cuda:smNN, rocm:gfxNNN or xpu",
+                fix="name the vendor first, for example cuda:sm90",
+            )  # fmt: skip
+        vendor: Vendor = name  # type: ignore[assignment]
+        gpu_arch = {"cuda": r"sm_?\d{2,3}a?", "rocm": r"gfx[0-9a-f]{3,4}"}.get(vendor, r"(?!)")
+        arch, cores = "", 2
+        features: set[str] = set()
+        packages: set[str] = set()
+        for word in words:
+            if word.startswith("cores=") and word[6:].isdigit() and int(word[6:]) > 0:
+                cores = int(word[6:])
+            elif word in PACKAGES:
+                packages.add(word)
+            elif vendor == "cpu" and word in CPU_FEATURES:
+                features |= {word, *_closure(word)}
+            elif vendor == "cpu" and word in ("x86_64", "aarch64"):
+                arch = word
+            elif re.fullmatch(gpu_arch, word):
+                arch = word.replace("_", "").removesuffix("a") if vendor == "cuda" else word
+            else:
+                raise PlatformError(
+                    f"unknown word {word!r} in platform {text!r}",
+                    expected=f"an architecture, cores=N, a CPU feature ({', '.join(CPU_FEATURES)}) "
+                    f"or a package ({', '.join(PACKAGES)})",
+                )
+        if vendor in ("cuda", "rocm") and not arch:
+            raise PlatformError(f"platform {text!r} names no architecture", expected="cuda:sm90 or rocm:gfx942, say")
+        if vendor == "cpu" and not arch:
+            arch = "aarch64" if features & {"neon", "dotprod", "i8mm", "sve", "bf16"} else "x86_64"
+        if vendor != "cpu":
+            packages.add("triton")
+        return Platform(vendor, arch, frozenset(features), frozenset(packages), cores)
+
+    @staticmethod
+    def detect(device: torch.device | str | None = None) -> Platform:
+        """The platform of a torch device; of the CPU where none is named. Creates no GPU context for the CPU."""
+        kind = torch.device(device or "cpu")
+        packages = frozenset(installed_packages())
+        if kind.type == "cpu":
+            from bitline import env
+
+            return Platform("cpu", _machine(), cpu_features(), packages, torch.get_num_threads(), env.triton_interpret())
+        if kind.type == "cuda":
+            if not torch.cuda.is_available():
+                raise PlatformError("no CUDA or ROCm device is available", found=str(kind), expected="a GPU that torch sees",
+                                    fix="pass device='cpu', or install a torch build for this GPU")  # fmt: skip
+            if torch.version.hip:
+                return Platform("rocm", torch.cuda.get_device_properties(kind).gcnArchName.split(":")[0], packages=packages)
+            major, minor = torch.cuda.get_device_capability(kind)
+            return Platform("cuda", f"sm{major}{minor}", packages=packages)
+        if kind.type == "xpu":
+            return Platform("xpu", packages=packages)
+        raise PlatformError("Bitline has no platform for this device", found=str(kind), expected="cpu, cuda or xpu")
+
+    @property
+    def device_type(self) -> str:
+        """The torch device type of tensors on this platform."""
+        return "cuda" if self.vendor == "rocm" else self.vendor
+
+    @property
+    def capability(self) -> int:
+        """CUDA compute capability times ten (90 for sm90), 0 elsewhere."""
+        return int(self.arch[2:]) if self.vendor == "cuda" else 0
+
+    @property
+    def rates(self) -> Rates:
+        """Peak rates for cost estimates: the architecture's own, or its nearest older relative's."""
+        if self.vendor == "cpu":
+            return _cpu_rates(self.features, self.cores)
+        if self.vendor == "xpu":
+            return _XPU_RATES
+        if self.arch in _GPU_RATES:
+            return _GPU_RATES[self.arch]
+        prefix, number = re.fullmatch(r"([a-z]+)([0-9a-f]+)", self.arch).groups()  # type: ignore[union-attr]
+        family = [a for a in _GPU_RATES if a.startswith(prefix)]
+        older = [a for a in family if int(a[len(prefix) :], 16) <= int(number, 16)]
+        return _GPU_RATES[max(older or family[:1], key=lambda a: int(a[len(prefix) :], 16))]
+
+    def __str__(self) -> str:
+        words = [self.arch] if self.arch else []
+        words += sorted(self.features) + sorted(self.packages)
+        words += [f"cores={self.cores}"] if self.vendor == "cpu" else []
+        return self.vendor + (":" + ",".join(words) if words else "")
+
+
+def _closure(feature: str) -> Iterable[str]:
+    for implied in _IMPLIED.get(feature, ()):
+        yield implied
+        yield from _closure(implied)
+
+
+def _machine() -> str:
+    name = host.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+@functools.cache
+def installed_packages() -> dict[str, str]:
+    """Optional packages that can be imported here, import name -> version. None of them is imported."""
+    found = {}
+    for name, distribution in PACKAGES.items():
+        if importlib.util.find_spec(name) is not None:
+            try:
+                found[name] = importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                found[name] = "unknown version"
+    return found
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """The features of this CPU that any kernel asks for, out of CPU_FEATURES."""
+    flags = _torch_cpu_flags() or _proc_cpu_flags()
+    spelled = {
+        "avx2": "avx2", "avx512_f": "avx512", "avx512f": "avx512", "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16",
+        "avx512_vbmi": "avx512_vbmi", "avx512vbmi": "avx512_vbmi", "amx_bf16": "amx", "neon": "neon", "asimd": "neon",
+        "dotprod": "dotprod", "asimddp": "dotprod", "i8mm": "i8mm", "bf16": "bf16", "sve": "sve",
+    }  # fmt: skip
+    found = {spelled[f] for f in flags if f in spelled}
+    if _machine() == "aarch64":
+        found.add("neon")
+    elif _is_zen():
+        found.add("zen")
+    return frozenset(found)
+
+
+def _torch_cpu_flags() -> set[str]:
+    query = getattr(torch.cpu, "get_capabilities", None)  # absent before torch 2.12
+    return {name for name, value in query().items() if value is True} if query else set()
+
+
+def _proc_cpu_flags() -> set[str]:
+    return set(_cpuinfo("flags").split()) | set(_cpuinfo("Features").split())
+
+
+def _is_zen() -> bool:
+    return "AMD" in _cpuinfo("vendor_id") and _cpuinfo("cpu family").isdigit() and int(_cpuinfo("cpu family")) >= 0x17
+
+
+@functools.cache
+def _cpuinfo(field: str) -> str:
+    """The first value of a field of /proc/cpuinfo, "" where there is none."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            for line in lines:
+                name, _, value = line.partition(":")
+                if name.strip() == field:
+                    return value.strip()
+    except OSError:
+        pass
+    return ""

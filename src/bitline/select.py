@@ -1,0 +1,256 @@
+"""One selection for every layer: rank all registered kernels for a spec on a platform under a policy, and say why."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bitline import env
+from bitline.errors import NoKernelError
+from bitline.kernels import registry
+from bitline.kernels.base import Kernel
+from bitline.kernels.reference import ReferenceLinearKernel
+from bitline.platform import Platform
+from bitline.types import LinearSpec, Verdict, no
+
+log = logging.getLogger("bitline")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the caller wants of a choice.
+
+    kernel: "auto", or the class name of the one kernel to use. backend: "auto", or a provider's name.
+    strict: with a kernel or backend that cannot do a layer, True is an error and False falls back with the reason.
+    disabled: class names never to use. m: numbers of rows the layer will see; kernels are ranked by the geometric
+    mean of their costs there (1 is a decode step, 256 a prompt). deterministic, batch_invariant: only kernels that are.
+    """
+
+    kernel: str = "auto"
+    backend: str = "auto"
+    strict: bool = True
+    disabled: frozenset[str] = frozenset()
+    m: tuple[int, ...] = (1, 256)
+    deterministic: bool = False
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.m or any(m < 1 for m in self.m):
+            raise NoKernelError("a policy needs expected row counts of at least 1", found=self.m, expected="for example (1, 256)")
+
+    @staticmethod
+    def from_env() -> Policy:
+        """The default policy with the BITLINE_* variables applied."""
+        return Policy(kernel=env.kernel(), backend=env.backend(), disabled=env.disabled_kernels())
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One kernel's answer: can it, why not, and the estimated seconds at each expected M (where it can run at all)."""
+
+    name: str
+    kernel: type[Kernel]
+    verdict: Verdict
+    supported: bool
+    costs: tuple[float, ...]
+    priority: int
+    backend: str
+
+    @property
+    def score(self) -> float:
+        """Geometric mean of the costs: a kernel that is good at decode and at prompts beats one that is good at one."""
+        return math.exp(sum(map(math.log, self.costs)) / len(self.costs)) if self.costs else math.inf
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome of `choose`: every candidate, best first, runnable ones before refused ones."""
+
+    spec: LinearSpec
+    platform: Platform
+    policy: Policy
+    candidates: tuple[Candidate, ...]
+    note: str = ""
+
+    @property
+    def kernel(self) -> type[Kernel]:
+        """The chosen kernel's class."""
+        return self.candidates[0].kernel
+
+    @property
+    def best(self) -> Candidate:
+        """The chosen candidate."""
+        return self.candidates[0]
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The next kernel that could also run the layer."""
+        return next((c for c in self.candidates[1:] if c.verdict), None)
+
+    @property
+    def nearest_fast(self) -> Candidate | None:
+        """The fastest kernel that runs on this platform but refused this layer."""
+        refused = [c for c in self.candidates if c.supported and not c.verdict and c.costs]
+        return min(refused, key=lambda c: c.score, default=None)
+
+    @property
+    def degraded(self) -> bool:
+        """True where the reference runs although this platform has a kernel that would be faster, had it not refused."""
+        near = self.nearest_fast
+        return self.kernel is ReferenceLinearKernel and near is not None and near.score < self.best.score
+
+    @property
+    def lost_because(self) -> str:
+        """One sentence on the runner-up: which kernel, and at which M it is how much slower."""
+        other = self.runner_up
+        if other is None:
+            return "no other kernel can run it"
+        if len(self.candidates[0].costs) != len(other.costs):
+            return f"{other.name}: not asked for"
+        ratios = [(o / b, m) for o, b, m in zip(other.costs, self.best.costs, self.policy.m, strict=True)]
+        ratio, m = max(ratios)
+        if other.score >= self.best.score and ratio > 1.005:
+            return f"{other.name}: {ratio:.1f}x the time at M={m}"
+        return f"{other.name}: same cost, lower priority" if other.score >= self.best.score else f"{other.name}: not asked for"
+
+    def explain(self) -> str:
+        """Every candidate in plain text: yes or no, the estimated cost at each expected M, the reason, the nearest fix."""
+        lines = [f"{self.spec} on {self.platform}"]
+        lines += [f"note: {self.note}"] if self.note else []
+        width = max(len(c.name) for c in self.candidates)
+        for i, c in enumerate(self.candidates):
+            mark = "->" if i == 0 else "  "
+            cost = "  ".join(f"M={m} {seconds(v)}" for m, v in zip(self.policy.m, c.costs, strict=False))
+            lines.append(f"{mark} {c.name:{width}}  {'yes' if c.verdict else 'no '}  {cost or '-'}")
+            if not c.verdict:
+                lines.append(f"     because: {c.verdict.reason}" + (f"; would run: {c.verdict.fix}" if c.verdict.fix else ""))
+        if self.degraded and self.nearest_fast is not None:
+            lines.append(f"degraded: {self.nearest_fast.name} would be faster; {self.nearest_fast.verdict.reason}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same facts for `--json`."""
+        return {
+            "spec": self.spec.key,
+            "scheme": self.spec.scheme,
+            "shape": [self.spec.n, self.spec.k],
+            "platform": str(self.platform),
+            "kernel": self.best.name,
+            "degraded": self.degraded,
+            "note": self.note,
+            "lost_because": self.lost_because,
+            "candidates": [
+                {
+                    "kernel": c.name, "backend": c.backend, "ok": c.verdict.ok, "reason": c.verdict.reason, "fix": c.verdict.fix,
+                    "cost_seconds": {str(m): v for m, v in zip(self.policy.m, c.costs, strict=False)},
+                }
+                for c in self.candidates
+            ],
+        }  # fmt: skip
+
+
+def seconds(value: float) -> str:
+    """1.2 ms, 34.0 us."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value / 1e-9:.0f} ns"
+
+
+def choose(
+    spec: LinearSpec,
+    platform: Platform | str | None = None,
+    policy: Policy | None = None,
+    *,
+    kernels: Sequence[registry.Entry] | None = None,
+) -> Choice:
+    """Rank every kernel for a layer. Pure: the platform may be one that is not here, and nothing is allocated or built.
+
+    platform: a Platform or its text form, by default this machine's CPU. policy: by default Policy.from_env().
+    kernels: by default every registered one. Raises NoKernelError where the policy leaves nothing that can run.
+    """
+    if platform is None:
+        platform = Platform.detect()
+    elif isinstance(platform, str):
+        platform = Platform.parse(platform)
+    policy = Policy.from_env() if policy is None else policy
+    entries = registry.entries() if kernels is None else tuple(kernels)
+    _check_names(policy, entries)
+    candidates = [_judge(entry, spec, platform, policy) for entry in entries]
+    candidates.sort(key=lambda c: (not c.verdict, not c.supported, c.score, -c.priority, c.name))
+    note = ""
+    asked = policy.kernel != "auto" or policy.backend != "auto"
+    if asked:
+        wanted = [c for c in candidates if _is_wanted(c, policy)]
+        best = next((c for c in wanted if c.verdict), None)
+        if best is not None:
+            candidates.remove(best)
+            candidates.insert(0, best)
+        else:
+            what = f"kernel {policy.kernel}" if policy.kernel != "auto" else f"backend {policy.backend}"
+            reasons = "; ".join(f"{c.name}: {c.verdict.reason}" for c in wanted) or "it has no kernel"
+            if policy.strict:
+                raise NoKernelError(f"{what} cannot run {spec} on {platform}", found=reasons, expected="a kernel that can",
+                                    fix="choose another, or pass strict=False to fall back")  # fmt: skip
+            note = f"{what} was asked for and cannot run this layer ({reasons})"
+    if not candidates or not candidates[0].verdict:
+        reasons = "\n".join(f"  {c.name}: {c.verdict.reason}" for c in candidates)
+        raise NoKernelError(f"no kernel is left that can run {spec} on {platform}. Reasons:\n{reasons}",
+                            fix="allow ReferenceLinearKernel, which runs everything")  # fmt: skip
+    return Choice(spec, platform, policy, tuple(candidates), note)
+
+
+def _is_wanted(candidate: Candidate, policy: Policy) -> bool:
+    if policy.kernel != "auto":
+        return candidate.name == policy.kernel
+    return candidate.backend == policy.backend
+
+
+def _check_names(policy: Policy, entries: Sequence[registry.Entry]) -> None:
+    names = {e.name for e in entries}
+    unknown = sorted(({policy.kernel} - {"auto"} - names) | (policy.disabled - names))
+    if unknown:
+        raise NoKernelError("the policy names kernels that are not registered", found=", ".join(unknown),
+                            expected=", ".join(sorted(names)))  # fmt: skip
+    backends = {e.kernel.backend for e in entries}
+    if policy.backend not in backends | {"auto"}:
+        raise NoKernelError("the policy names a backend that no kernel has", found=policy.backend,
+                            expected=", ".join(sorted(backends)))  # fmt: skip
+
+
+def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: Policy) -> Candidate:
+    kernel = entry.kernel
+    verdict = (
+        kernel.is_supported(platform)
+        if platform.vendor in entry.platforms
+        else no(f"runs on {', '.join(entry.platforms)}; this platform is {platform.vendor}")
+    )
+    supported = bool(verdict)
+    costs: tuple[float, ...] = ()
+    if supported:
+        verdict = _implements(kernel, spec)
+        costs = tuple(kernel.cost(spec, platform, m) for m in policy.m)
+    if verdict and entry.name in policy.disabled:
+        verdict = no("disabled by the policy", "take it out of Policy(disabled=…) or BITLINE_DISABLED_KERNELS")
+    if verdict and policy.deterministic and not kernel.deterministic:
+        verdict = no("not deterministic, and the policy asks for that")
+    if verdict and policy.batch_invariant and not kernel.batch_invariant:
+        verdict = no("not batch invariant, and the policy asks for that")
+    return Candidate(entry.name, kernel, verdict, supported, costs, entry.priority, kernel.backend)
+
+
+def _implements(kernel: type[Kernel], spec: LinearSpec) -> Verdict:
+    if spec.act_dtype not in kernel.act_dtypes:
+        able = ", ".join(str(d).removeprefix("torch.") for d in kernel.act_dtypes)
+        return no(f"input dtype {str(spec.act_dtype).removeprefix('torch.')}", f"with input dtype {able}")
+    return kernel.can_implement(spec)
+
+
+@functools.cache
+def warn_degraded(spec: LinearSpec, kernel: str, nearest: str, reason: str) -> None:
+    """One warning for each distinct layer that falls back to the reference."""
+    log.warning("%s runs on %s: %s would be faster but refuses it: %s", spec, kernel, nearest, reason)

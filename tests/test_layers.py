@@ -1,0 +1,35 @@
+"""Layers of the package only point down."""
+
+import ast
+from pathlib import Path
+
+SRC = Path(__file__).parents[1] / "src" / "bitline"
+
+# Lower rank may not import higher rank. A folder's rank holds for every file in it unless the file has its own.
+RANK = {
+    "errors": 0, "env": 0, "types": 0, "bits": 0, "platform": 1, "weight": 1, "activations": 1, "quantize": 2,
+    "formats": 2, "checkpoint": 3, "kernels": 2, "select": 3, "linear": 4, "parallel": 5, "model": 5, "models": 5,
+    "testing": 5, "generate": 6, "cli": 7, "__main__": 8, "__init__": 8,
+}  # fmt: skip
+
+
+def _module(path: Path) -> str:
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def test_imports_point_down():
+    wrong = []
+    for path in SRC.rglob("*.py"):
+        here = _module(path)
+        assert here in RANK, f"{path.name}: give it a rank"
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("bitline"):
+                names = [f"{node.module}.{a.name}" for a in node.names]
+            elif isinstance(node, ast.Import):
+                names = [a.name for a in node.names if a.name.startswith("bitline")]
+            for name in names:
+                there = name.split(".")[1] if "." in name else "__init__"
+                if there in RANK and there != here and RANK[there] >= RANK[here] and here != "__init__":
+                    wrong.append(f"{path.relative_to(SRC)} (rank {RANK[here]}) imports {name} (rank {RANK[there]})")
+    assert not wrong, "\n".join(wrong)
