@@ -1,17 +1,68 @@
-"""Bitline runs the linear layers of any quantized model, on any machine, and says why it runs them as it does."""
+"""Bitline runs the linear layers of any quantized model, on any machine, and says why it runs them as it does.
 
-from bitline.errors import BitlineError, CheckpointError, InputError, NoKernelError, OutOfMemoryError, PlatformError, WeightError
-from bitline.kernels.base import Kernel
-from bitline.kernels.registry import register_kernel
-from bitline.linear import QuantLinear
-from bitline.platform import Platform
-from bitline.select import Choice, Policy, choose
-from bitline.types import ActSpec, LinearSpec, ScalarType, Verdict
-from bitline.weight import QuantizedWeight
+The public names are imported when they are first used, so that `bitline --help` does not have to wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bitline.checkpoint import Checkpoint, open_checkpoint, register_format
+    from bitline.errors import (
+        BitlineError,
+        CheckpointError,
+        InputError,
+        NoKernelError,
+        OutOfMemoryError,
+        PlatformError,
+        WeightError,
+    )
+    from bitline.kernels.base import Kernel
+    from bitline.kernels.registry import register_kernel
+    from bitline.linear import QuantLinear
+    from bitline.model import load_model
+    from bitline.platform import Platform
+    from bitline.rounding import quantize
+    from bitline.select import Choice, Policy, choose
+    from bitline.types import ActSpec, LinearSpec, ScalarType, Verdict
+    from bitline.weight import QuantizedWeight
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "bitline.checkpoint": ("Checkpoint", "open_checkpoint", "register_format"),
+    "bitline.errors": (
+        "BitlineError", "CheckpointError", "InputError", "NoKernelError", "OutOfMemoryError", "PlatformError", "WeightError",
+    ),
+    "bitline.kernels.base": ("Kernel",),
+    "bitline.kernels.registry": ("register_kernel",),
+    "bitline.linear": ("QuantLinear",),
+    "bitline.model": ("load_model",),
+    "bitline.platform": ("Platform",),
+    "bitline.rounding": ("quantize",),
+    "bitline.select": ("Choice", "Policy", "choose"),
+    "bitline.types": ("ActSpec", "LinearSpec", "ScalarType", "Verdict"),
+    "bitline.weight": ("QuantizedWeight",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
 __all__ = [
-    "ActSpec", "BitlineError", "CheckpointError", "Choice", "InputError", "Kernel", "LinearSpec", "NoKernelError",
-    "OutOfMemoryError", "Platform", "PlatformError", "Policy", "QuantLinear", "QuantizedWeight", "ScalarType", "Verdict",
-    "WeightError", "__version__", "choose", "register_kernel",
+    "ActSpec", "BitlineError", "Checkpoint", "CheckpointError", "Choice", "InputError", "Kernel", "LinearSpec",
+    "NoKernelError", "OutOfMemoryError", "Platform", "PlatformError", "Policy", "QuantLinear", "QuantizedWeight",
+    "ScalarType", "Verdict", "WeightError", "__version__", "choose", "load_model", "open_checkpoint", "quantize",
+    "register_format", "register_kernel",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'bitline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

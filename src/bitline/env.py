@@ -55,3 +55,8 @@ def backend() -> str:
 def triton_interpret() -> bool:
     """True where Triton runs its interpreter instead of compiling (`$TRITON_INTERPRET`, Triton's own variable)."""
     return _read("TRITON_INTERPRET") in ("1", "true", "True", "on")
+
+
+def environment() -> dict[str, str]:
+    """A copy of the whole environment, to start a child process with."""
+    return dict(os.environ)

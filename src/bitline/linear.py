@@ -55,6 +55,7 @@ class QuantLinear(nn.Module):
     """
 
     choice: Choice
+    source: tuple[str, str] = ("", "")  # the layer's name and format in the checkpoint it came from
 
     def __init__(
         self,

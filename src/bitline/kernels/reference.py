@@ -41,7 +41,7 @@ class ReferenceLinearKernel(Kernel):
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """See Kernel.apply."""
-        weight = _rebuild(packed, spec)
+        weight = rebuild(packed, spec)
         if spec.act is not None:
             x = fake_quantize(x, spec.act, weight.input_scale, weight.input_zero).to(spec.act_dtype)
         y = x.new_empty(x.shape[0], spec.n)
@@ -62,7 +62,7 @@ class ReferenceLinearKernel(Kernel):
 _FIELDS = ("codes", "scale", "zero", "offset", "scale2", "offset2", "perm", "group_index", "input_scale", "input_zero")
 
 
-def _rebuild(packed: Sequence[Tensor], spec: LinearSpec) -> QuantizedWeight:
+def rebuild(packed: Sequence[Tensor], spec: LinearSpec) -> QuantizedWeight:
     """The packed tensors as a weight again, without the checks that they passed before they were packed."""
     weight = object.__new__(QuantizedWeight)
     tensors = {name: t if t.numel() else None for name, t in zip(_FIELDS, packed, strict=True)}

@@ -1,0 +1,56 @@
+"""QuantEmbedding: look up rows of a quantized weight, dequantizing only those."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bitline.kernels.reference import ReferenceLinearKernel, rebuild
+from bitline.types import DTYPES, LinearSpec, dtype_name
+from bitline.weight import QuantizedWeight
+
+_LIBRARY = torch.library.Library("bitline", "FRAGMENT")
+_LIBRARY.define("embedding(Tensor ids, Tensor[] packed, str spec, str dtype) -> Tensor")
+
+
+def _embedding(ids: Tensor, packed: list[Tensor], spec: str, dtype: str) -> Tensor:
+    weight = rebuild(packed, LinearSpec.parse(spec))
+    rows = weight.dequantize_rows(ids.reshape(-1).long(), DTYPES[dtype])
+    return rows.view(*ids.shape, weight.spec.k)
+
+
+def _embedding_fake(ids: Tensor, packed: list[Tensor], spec: str, dtype: str) -> Tensor:
+    return ids.new_empty(*ids.shape, LinearSpec.parse(spec).k, dtype=DTYPES[dtype])
+
+
+_LIBRARY.impl("embedding", _embedding, "CompositeExplicitAutograd")
+torch.library.register_fake("bitline::embedding", _embedding_fake, lib=_LIBRARY)
+OP = torch.ops.bitline.embedding.default
+
+
+class QuantEmbedding(nn.Module):
+    """y[..., :] = W[ids], W [N, K] quantized. ids int64 or int32 of any shape; y in `dtype`. Keeps the canonical weight."""
+
+    source: tuple[str, str] = ("", "")  # the layer's name and format in the checkpoint it came from
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        weight = weight.with_bias(None).to(device)
+        self.spec, self.dtype = weight.spec, dtype
+        self.num_embeddings, self.embedding_dim = weight.shape
+        packed = ReferenceLinearKernel.pack(weight)
+        self._names = tuple(packed)
+        for name, tensor in packed.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [..., K]."""
+        return OP(ids, [self.get_buffer(name) for name in self._names], self.spec.key, dtype_name(self.dtype))
+
+    def packed_bytes(self) -> int:
+        """Bytes of the quantized table."""
+        return sum(self.get_buffer(name).nbytes for name in self._names)
+
+    def extra_repr(self) -> str:
+        """rows, columns, scheme."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.spec.scheme}"

@@ -1,0 +1,126 @@
+"""Text from a loaded model: tokenizer, streaming, and the figures that people compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitline.checkpoint import Checkpoint
+from bitline.errors import CheckpointError, InputError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one prompt gave: text, token counts, seconds to the first token and tokens per second after it."""
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    first_token_seconds: float
+    decode_tokens_per_second: float
+    token_ids: tuple[int, ...]
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's own tokenizer, out of its folder or out of the GGUF file."""
+    from transformers import AutoTokenizer
+
+    path = checkpoint.path
+    try:
+        if checkpoint.is_gguf:
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent, trust_remote_code=False)
+    except Exception as error:  # tokenizer files come in every kind of broken, and each backend raises its own
+        raise CheckpointError(
+            "the checkpoint has no tokenizer that transformers can read", file=path,
+            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            expected="tokenizer.json or tokenizer.model beside the weights, or a tokenizer inside the GGUF file",
+        ) from error  # fmt: skip
+
+
+def encode(tokenizer: Any, prompt: str, *, raw: bool = False) -> torch.Tensor:
+    """Token ids int64 [1, T] of a prompt, as one user message where the tokenizer has a chat template and `raw` is off."""
+    if not raw and getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    else:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.numel() == 0:
+        raise InputError("the prompt has no tokens", found=repr(prompt), fix="give a prompt with some text")
+    return ids
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    *,
+    max_new_tokens: int = 128,
+    on_text: Callable[[str], None] | None = None,
+    stop: bool = True,
+) -> Generation:
+    """Greedy text. `on_text` gets each piece as soon as it is final. `stop=False` goes on past the end of the answer."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit and ids.shape[1] + max_new_tokens > limit:
+        raise InputError("the prompt and the answer are longer than the model's context", found=f"{ids.shape[1]} + {max_new_tokens}",
+                         expected=f"at most {limit} tokens", fix="a shorter prompt or fewer new tokens")  # fmt: skip
+    streamer = _streamer(tokenizer, on_text)
+    device = next(b.device for b in model.buffers() if b.device.type != "meta")
+    ids = ids.to(device)
+    length = {} if stop else {"min_new_tokens": max_new_tokens}
+    started = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer,
+            temperature=None, top_p=None, top_k=None, pad_token_id=_pad(model, tokenizer), **length,
+        )  # fmt: skip
+    new = out[0, ids.shape[1] :].tolist()
+    times = streamer.times
+    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    return Generation(
+        tokenizer.decode(new, skip_special_tokens=True), ids.shape[1], len(new),
+        times[0] - started if times else 0.0, rate, tuple(new),
+    )  # fmt: skip
+
+
+def _pad(model: Any, tokenizer: Any) -> int | None:
+    """Padding never happens with one prompt; naming a token keeps transformers from warning about it."""
+    eos = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    return eos[0] if isinstance(eos, list) else eos
+
+
+def _streamer(tokenizer: Any, on_text: Callable[[str], None] | None) -> Any:
+    from transformers import TextStreamer
+
+    class Timed(TextStreamer):
+        """TextStreamer that hands its text over and notes when each token came."""
+
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.times: list[float] = []
+            self._prompt = True
+
+        def put(self, value: Any) -> None:
+            if not self._prompt:
+                self.times.append(time.perf_counter())
+            self._prompt = False
+            super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            if on_text and text:
+                on_text(text)
+
+    return Timed()
+
+
+def resolve(model: str) -> Path | None:
+    """The path that a model argument names, None where it is the name of a packaged model."""
+    from bitline.models import MODELS
+
+    path = Path(model).expanduser()
+    return None if model in MODELS and not path.exists() else path

@@ -1,0 +1,377 @@
+"""load_model: a transformers model whose linear layers run on Bitline, filled straight from a checkpoint's files."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitline.checkpoint import Checkpoint, open_checkpoint
+from bitline.embedding import QuantEmbedding
+from bitline.errors import BitlineError, CheckpointError, OutOfMemoryError
+from bitline.formats.base import LayerRecord
+from bitline.gguf_names import GGUFNames
+from bitline.linear import QuantLinear
+from bitline.platform import Platform
+from bitline.select import Choice, Policy
+from bitline.types import LinearSpec
+from bitline.weight import QuantizedWeight
+
+log = logging.getLogger("bitline")
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    policy: Policy | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Any:
+    """A transformers causal language model from a checkpoint, every quantized linear layer a QuantLinear.
+
+    path: a folder with config.json and safetensors, or a GGUF file. device: where it runs. dtype: of activations and
+    of what is not quantized; by default the checkpoint's own where the device is fast in it, see `default_dtype`.
+    policy: how kernels are chosen. progress: called with (tensors placed, tensors in all).
+
+    The model is built without memory for its weights, then filled a layer at a time: peak memory is the packed model
+    plus about one layer. Every parameter comes from the checkpoint: one that is missing, or a quantized layer that has
+    no place, is a CheckpointError, never a random weight. `model.bitline_weights[name]()` reads a layer's canonical
+    weight again, for a check or a reload.
+    """
+    checkpoint = open_checkpoint(path)
+    device = torch.device(device)
+    Platform.detect(device)  # a device that is not here is refused before anything is read
+    config = _config(checkpoint)
+    dtype = dtype or default_dtype(config, device)
+    model = _skeleton(config, dtype, checkpoint)
+    filler = _Filler(model, checkpoint, device, dtype, policy, progress)
+    try:
+        filler.fill()
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemoryError(f"no memory on {device} for the model in {checkpoint.path}") from error
+    model.bitline_weights = filler.weights
+    model.eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    _generation_config(model, checkpoint)
+    return model
+
+
+def default_dtype(config: Any, device: torch.device) -> torch.dtype:
+    """The checkpoint's dtype on a GPU; on a CPU bfloat16 where it has instructions for it, else float32."""
+    if device.type != "cpu":
+        named = getattr(config, "dtype", None)
+        return named if named in (torch.float16, torch.bfloat16) else torch.bfloat16
+    features = Platform.detect(device).features
+    return torch.bfloat16 if features & {"avx512_bf16", "amx", "bf16"} else torch.float32
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise BitlineError("loading a model needs transformers", fix="pip install 'bitline[models]'") from error
+    return transformers
+
+
+def _config(checkpoint: Checkpoint) -> Any:
+    transformers = _transformers()
+    path = checkpoint.path
+    try:
+        if checkpoint.is_gguf:
+            config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        else:
+            folder = path if path.is_dir() else path.parent
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, NotImplementedError) as error:
+        raise CheckpointError(
+            "transformers cannot make a model configuration of this checkpoint", file=path,
+            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            expected="a config.json, or GGUF metadata, of an architecture that transformers has",
+        ) from error  # fmt: skip
+    for name in ("quantization_config", "compression_config"):
+        if hasattr(config, name):  # or transformers would load it with its own quantizer's rules on saving
+            delattr(config, name)
+    return config
+
+
+def _skeleton(config: Any, dtype: torch.dtype, checkpoint: Checkpoint) -> Any:
+    """The model with every parameter on the meta device."""
+    transformers = _transformers()
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            "transformers has no causal language model for this configuration", file=checkpoint.path,
+            found=f"model_type {getattr(config, 'model_type', None)!r}: {type(error).__name__}: {error}",
+        ) from error  # fmt: skip
+
+
+def _generation_config(model: Any, checkpoint: Checkpoint) -> None:
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if not checkpoint.is_gguf and (folder / "generation_config.json").is_file():
+        try:
+            model.generation_config = _transformers().GenerationConfig.from_pretrained(folder)
+        except (ValueError, OSError, TypeError) as error:
+            raise CheckpointError("generation_config.json cannot be read", file=folder, found=error) from error
+
+
+class _Filler:
+    """Puts every tensor of a checkpoint in its place in a model that has none yet."""
+
+    def __init__(
+        self,
+        model: Any,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        policy: Policy | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.model, self.checkpoint, self.device, self.dtype, self.policy = model, checkpoint, device, dtype, policy
+        self.progress = progress or (lambda done, total: None)
+        self.names: Any = GGUFNames(model, checkpoint) if checkpoint.is_gguf else _SafetensorsNames(model)
+        self.expected = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+        self.expected |= {n for n, _ in model.named_buffers() if n in model.state_dict()}
+        self.filled: set[str] = set()
+        self.quantized: dict[str, LayerRecord] = {}
+        self.weights: dict[str, Callable[[], QuantizedWeight]] = {}
+
+    def fill(self) -> None:
+        records, dense = self.checkpoint.layers(), self.checkpoint.dense_names()
+        total = len(records) + len(dense)
+        ignored = []
+        for i, name in enumerate(dense):
+            if not self._place_dense(name):
+                ignored.append(name)
+            self.progress(i + 1, total)
+        for i, record in enumerate(records):
+            self._place_quantized(self.names.module(record.name), record)
+            self.progress(len(dense) + i + 1, total)
+        self._tie()
+        self._finish(ignored)
+
+    def _place_dense(self, name: str) -> bool:
+        """Load a tensor that is not quantized; False where the model has no use for it."""
+        target = self.names.tensor(name)
+        if target is None or target not in self.expected:
+            return False
+        owner, _, leaf = target.rpartition(".")
+        module = self.model.get_submodule(owner)
+        place = module._parameters.get(leaf) if leaf in module._parameters else module._buffers.get(leaf)
+        tensor = self.names.convert(name, self.checkpoint.read(name))
+        info = self.checkpoint.source.tensors[name]
+        if place is None or tuple(tensor.shape) != tuple(place.shape):
+            raise CheckpointError(
+                f"the model's {target} has another shape", file=info.file, tensor=name, found=list(tensor.shape),
+                expected=None if place is None else list(place.shape), fix="the config does not belong to these tensors",
+            )  # fmt: skip
+        if place.is_floating_point() and not tensor.dtype.is_floating_point:
+            raise CheckpointError(
+                f"the model's {target} is a plain tensor", file=info.file, tensor=name, found=tensor.dtype, expected=place.dtype,
+                fix="the quantization config does not describe this tensor",
+            )  # fmt: skip
+        value = tensor.to(self.device, place.dtype, copy=True)
+        self._set(module, leaf, value, parameter=leaf in module._parameters)
+        self.filled.add(target)
+        return True
+
+    def _set(self, module: nn.Module, leaf: str, value: Tensor, *, parameter: bool) -> None:
+        if parameter:
+            value = nn.Parameter(value, requires_grad=False)
+            module._parameters[leaf] = value  # type: ignore[assignment]
+        else:
+            module._buffers[leaf] = value
+        value._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark: leave this one alone
+
+    def _place_quantized(self, target: str, record: LayerRecord) -> None:
+        info = self.checkpoint.source.tensors[record.tensors[0]]
+        try:
+            module = self.model.get_submodule(target)
+        except AttributeError:
+            if self._ignorable(target + ".weight"):
+                return
+            raise CheckpointError(
+                "a quantized layer has no place in the model", file=info.file, tensor=record.name, found=f"module {target}",
+                expected="a linear layer of that name", fix="transformers may fuse or rename it for this architecture",
+            ) from None  # fmt: skip
+        shape = getattr(getattr(module, "weight", None), "shape", None)
+        if not isinstance(module, nn.Linear | nn.Embedding) or shape is None:
+            raise CheckpointError(
+                "a quantized layer belongs to a module that is no linear layer", file=info.file, tensor=record.name,
+                found=type(module).__name__, expected="torch.nn.Linear or torch.nn.Embedding",
+            )  # fmt: skip
+        if tuple(shape) != (record.spec.n, record.spec.k):
+            raise CheckpointError(
+                f"the model's {target} has another shape", file=info.file, tensor=record.name,
+                found=[record.spec.n, record.spec.k], expected=list(shape), fix="the config does not belong to these tensors",
+            )  # fmt: skip
+        read = lambda: self.names.reorder(record.name, record.weight())
+        weight = read()
+        if isinstance(module, nn.Linear):
+            bias = module.bias
+            if bias is not None and f"{target}.bias" not in self.filled and weight.bias is None:
+                raise CheckpointError("a layer's bias is missing", file=info.file, tensor=f"{record.name}.bias")
+            weight = weight if bias is None or weight.bias is not None else weight.with_bias(bias.detach())
+            new: nn.Module = QuantLinear(weight, act_dtype=self.dtype, device=self.device, policy=self.policy)
+            self.filled.add(f"{target}.bias")
+        elif type(module) is nn.Embedding:
+            new = QuantEmbedding(weight, self.dtype, self.device)
+        else:  # a subclass scales or shifts its rows: keep its code, give it a plain table
+            table = weight.to(self.device).dequantize(self.dtype)
+            self._set(module, "weight", table, parameter=True)
+            self.filled.add(f"{target}.weight")
+            self.quantized[target] = record
+            return
+        new.source = (record.name, record.format)  # type: ignore[assignment]
+        self.weights[target] = read
+        self._replace(target, new)
+        self.filled.add(f"{target}.weight")
+        self.quantized[target] = record
+
+    def _replace(self, target: str, new: nn.Module) -> None:
+        owner, _, leaf = target.rpartition(".")
+        setattr(self.model.get_submodule(owner), leaf, new)
+
+    def _tie(self) -> None:
+        """Give each tied parameter that the checkpoint does not hold the tensor, or the quantized layer, of its partner."""
+        for a, b in dict(getattr(self.model, "all_tied_weights_keys", None) or {}).items():
+            for target, source in ((a, b), (b, a)):
+                if target in self.filled or source not in self.filled:
+                    continue
+                owner, leaf = source.rpartition(".")[::2]
+                if owner in self.quantized:
+                    self._place_quantized(target.rpartition(".")[0], self.quantized[owner])
+                else:
+                    module, name = self.model.get_submodule(target.rpartition(".")[0]), target.rpartition(".")[2]
+                    module._parameters[name] = self.model.get_submodule(owner)._parameters[leaf]
+                    self.filled.add(target)
+
+    def _finish(self, ignored: list[str]) -> None:
+        missing = sorted(self.expected - self.filled)
+        missing = [n for n in missing if not _matches(n, getattr(self.model, "_keys_to_ignore_on_load_missing", None))]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint lacks {len(missing)} of the model's tensors", file=self.checkpoint.path,
+                tensor=missing[0], found=f"none of {', '.join(missing[:5])}" + (", …" if len(missing) > 5 else ""),
+                expected="every parameter in the files", fix="a shard may be missing, or the config is another model's",
+            )  # fmt: skip
+        unused = [n for n in ignored if not self._ignorable(n)]
+        if unused:
+            log.warning("%d tensors of %s have no place in the model: %s", len(unused), self.checkpoint.path, ", ".join(unused[:5]))
+        _fill_buffers(self.model, self.device)
+
+    def _ignorable(self, name: str) -> bool:
+        patterns = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(k_scale|v_scale|q_scale|kv_scale)$", r"^rope_freqs\."]
+        return _matches(name, patterns + list(getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or []))
+
+
+def _matches(name: str, patterns: Any) -> bool:
+    return any(re.search(p, name) for p in patterns or ())
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Buffers that no checkpoint holds (rotary frequencies) get the values that the model's own initialisation computes."""
+    waiting = defaultdict(list)
+    for name, buffer in model.named_buffers():
+        if buffer.device.type == "meta":
+            waiting[name.rpartition(".")[0]].append(name.rpartition(".")[2])
+    for owner, leaves in waiting.items():
+        module = model.get_submodule(owner)
+        for leaf in leaves:
+            module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        if isinstance(module, QuantLinear | QuantEmbedding):
+            module._is_hf_initialized = True
+    if waiting:
+        model.initialize_weights()
+
+
+class _SafetensorsNames:
+    """Names in the files to names in the model, by transformers' own renaming rules."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        rules = get_model_conversion_mapping(model)
+        self.renamings = [r for r in rules if isinstance(r, WeightRenaming)]
+        self.converters = [r for r in rules if isinstance(r, WeightConverter)]
+        self.prefix, self.state = model.base_model_prefix, model.state_dict()
+
+    def tensor(self, name: str) -> str | None:
+        from transformers.core_model_loading import rename_source_key
+
+        target, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.state)
+        if pattern is not None and target != name:
+            raise CheckpointError(
+                "this architecture stores the tensor fused with others in transformers", tensor=name, found=f"becomes {target}",
+                expected="a tensor that keeps its shape", fix="models with fused experts are not supported yet",
+            )  # fmt: skip
+        return target
+
+    def module(self, name: str) -> str:
+        return str(self.tensor(f"{name}.weight")).removesuffix(".weight")
+
+    def convert(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def reorder(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
+        return weight
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One distinct kind of quantized layer in a model: its spec, the choice made for it, and the layers that share it."""
+
+    spec: LinearSpec
+    format: str
+    choice: Choice
+    names: tuple[str, ...]
+    packed_bytes: int
+
+
+def plan(model: nn.Module) -> list[PlanRow]:
+    """The distinct layers of a loaded model, largest share of the weights first."""
+    groups: dict[LinearSpec, list[tuple[str, QuantLinear]]] = defaultdict(list)
+    for name, module in quant_linears(model):
+        groups[module.spec].append((name, module))
+    rows = []
+    for spec, members in groups.items():
+        names, layers = zip(*members, strict=True)
+        rows.append(PlanRow(spec, layers[0].source[1], layers[0].choice, names, sum(m.packed_bytes() for m in layers)))
+    return sorted(rows, key=lambda r: -r.spec.n * r.spec.k * len(r.names))
+
+
+def quant_linears(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
+    """Every QuantLinear of a model with its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            yield name, module
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' warnings and progress bars out of a command's output."""
+    from transformers.utils import logging as hf_logging
+
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        hf_logging.enable_progress_bar()
