@@ -263,6 +263,25 @@ class QuantizedWeight:
             raise WeightError("cannot cut", found=f"[{start}, {stop})", expected=f"a part of [0, {self.shape[dim]})")
         return self._narrow_rows(start, stop) if dim == 0 else self._narrow_columns(start, stop)
 
+    def take_rows(self, index: Tensor) -> QuantizedWeight:
+        """Rows `index` (int64 [n], any order, bias included), for a file whose rows are not in the model's order.
+
+        A WeightError where rows share scales (block and per-tensor scales) or an index is outside [0, N).
+        """
+        s, coarse = self.spec, self.spec.scale2_block
+        if s.block[0] != 1 or (coarse is not None and 1 != coarse[0] < s.n):
+            raise WeightError("cannot reorder rows that share scales", found=s.scheme, expected="a scale for each row")
+        if index.dim() != 1 or index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= s.n:
+            raise WeightError("rows to take are out of range", found=f"shape {list(index.shape)}", expected=f"1-D, 0..{s.n - 1}")
+        n = index.numel()
+        rows: dict[str, Any] = {"codes": self.codes.index_select(0, index)}
+        for name in ("scale", "zero", "offset", "bias") + (("scale2", "offset2") if coarse and coarse[0] == 1 else ()):
+            tensor = getattr(self, name)
+            rows[name] = None if tensor is None else _select(tensor, 0, index)
+        if coarse is not None and coarse[0] != 1:
+            coarse = (n, coarse[1])
+        return dataclasses.replace(self, spec=s.replace(n=n, scale2_block=coarse), **rows)
+
     def _narrow_rows(self, start: int, stop: int) -> QuantizedWeight:
         s = self.spec
         first, offset = divmod(start + s.block_offset[0], s.block[0])
