@@ -43,11 +43,15 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
         ) from error  # fmt: skip
 
 
-def encode(tokenizer: Any, prompt: str, *, raw: bool = False) -> torch.Tensor:
-    """Token ids int64 [1, T] of a prompt, as one user message where the tokenizer has a chat template and `raw` is off."""
-    if not raw and getattr(tokenizer, "chat_template", None):
+def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> torch.Tensor:
+    """Token ids int64 [1, T] of a text to continue, or with `chat` of one user message in the tokenizer's own template."""
+    if chat:
+        if not getattr(tokenizer, "chat_template", None):
+            raise InputError("the checkpoint's tokenizer has no chat template", fix="give the prompt as a text to continue")
         message = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
     else:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.numel() == 0:
@@ -67,7 +71,8 @@ def generate(
     """Greedy text. `on_text` gets each piece as soon as it is final. `stop=False` goes on past the end of the answer."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit and ids.shape[1] + max_new_tokens > limit:
-        raise InputError("the prompt and the answer are longer than the model's context", found=f"{ids.shape[1]} + {max_new_tokens}",
+        found = f"{ids.shape[1]} + {max_new_tokens} tokens"
+        raise InputError("the prompt and the answer are longer than the model's context", found=found,
                          expected=f"at most {limit} tokens", fix="a shorter prompt or fewer new tokens")  # fmt: skip
     streamer = _streamer(tokenizer, on_text)
     device = next(b.device for b in model.buffers() if b.device.type != "meta")

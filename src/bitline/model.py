@@ -58,7 +58,7 @@ def load_model(
         filler.fill()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemoryError(f"no memory on {device} for the model in {checkpoint.path}") from error
-    model.bitline_weights = filler.weights
+    model.bitline_weights, model.bitline_checkpoint = filler.weights, checkpoint
     model.eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -268,7 +268,9 @@ class _Filler:
             )  # fmt: skip
         unused = [n for n in ignored if not self._ignorable(n)]
         if unused:
-            log.warning("%d tensors of %s have no place in the model: %s", len(unused), self.checkpoint.path, ", ".join(unused[:5]))
+            log.warning(
+                "%d tensors of %s have no place in the model: %s", len(unused), self.checkpoint.path, ", ".join(unused[:5])
+            )
         _fill_buffers(self.model, self.device)
 
     def _ignorable(self, name: str) -> bool:

@@ -1,0 +1,34 @@
+# `make run` sets everything up and runs the main job; `make test` sets everything up and passes the tests.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PROMPT ?= The capital of France is
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: run test lint clean
+
+run: .venv/run
+	$(BIN)/bitline run smollm2 --prompt "$(PROMPT)"
+
+test: .venv/test
+	$(BIN)/python -m pytest -n auto
+
+lint: .venv/test
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+# Every package is pinned, so that every set-up is the same one.
+.venv/run: requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Bitline needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(PIP) install -r requirements.txt
+	$(PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/test: .venv/run requirements-dev.txt
+	$(PIP) install -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,0 +1,5 @@
+"""`python -m bitline`, the same as the command."""
+
+from bitline.cli.main import run
+
+run()

@@ -1,0 +1,164 @@
+"""`bitline doctor`: what this machine has, what is missing, and whether each kernel here gives the right answer."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform as host
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bitline import __version__, env
+from bitline.cli.main import out
+from bitline.cli.render import size, table
+from bitline.kernels import registry
+from bitline.kernels.base import Kernel
+from bitline.linear import QuantLinear
+from bitline.platform import PACKAGES, Platform, installed_packages
+from bitline.rounding import quantize
+from bitline.testing.tolerance import compare
+from bitline.types import LinearSpec
+
+# Package -> what it would add and how to get it.
+ENABLES = {
+    "triton": ("portable GPU kernels for every vendor", "pip install triton (comes with a GPU build of torch)"),
+    "zentorch": ("AMD Zen CPU kernels", "pip install zentorch"),
+    "auto_round_kernel": ("AutoRound's CPU and XPU kernels", "pip install auto-round-lib"),
+    "flashinfer": ("FP4 and FP8 kernels for NVIDIA Blackwell", "pip install flashinfer-python"),
+    "deep_gemm": ("block FP8 for NVIDIA Hopper and Blackwell", "build DeepGEMM from its repository"),
+    "mslk": ("FP8 and int4 kernels of FBGEMM's successor", "pip install mslk-cuda"),
+    "aiter": ("AMD Instinct kernels", "build AITER from its repository"),
+    "humming": ("weight-only kernels for NVIDIA GPUs", "pip install humming-kernels"),
+    "vllm_xpu_kernels": ("Intel GPU kernels", "pip install vllm-xpu-kernels"),
+}
+TRIED_SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC")
+
+
+def doctor_report() -> dict[str, Any]:
+    """Every figure of the command. Each probe is guarded: the report always prints."""
+    found = installed_packages()
+    devices = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        devices.append("xpu")
+    return {
+        "bitline": __version__, "python": sys.version.split()[0], "system": host.platform(),
+        "versions": {name: _version(name) for name in ("torch", "transformers", "safetensors", "gguf", "numpy")},
+        "compiler": shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
+        "devices": [_guarded({"device": d}, lambda d=d: _device(d)) for d in devices],
+        "packages": [_package(name, found) for name in ENABLES],
+        "plugin_failures": dict(registry.plugin_failures),
+        "environment": [{"name": v.name, "effect": v.effect, "argument": v.argument} for v in env.VARIABLES],
+        "kernels": [row for d in devices for row in _kernels(d)],
+    }  # fmt: skip
+
+
+def _package(name: str, found: dict[str, str]) -> dict[str, Any]:
+    adds, how = ENABLES[name]
+    return {"package": PACKAGES[name], "installed": found.get(name), "adds": adds, "install": how}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _guarded(base: dict[str, Any], probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return base | probe()
+    except Exception as error:  # a broken driver must not take the report down
+        return base | {"error": f"{type(error).__name__}: {error}"}
+
+
+def _device(device: str) -> dict[str, Any]:
+    where = Platform.detect(device)
+    facts: dict[str, Any] = {"platform": str(where), "bandwidth": read_bandwidth(device)}
+    if device.startswith("cuda"):
+        free, total = torch.cuda.mem_get_info(device)
+        facts |= {"name": torch.cuda.get_device_name(device), "memory": total, "free": free}
+    elif device == "cpu":
+        facts |= {"name": host.processor() or host.machine(), "threads": torch.get_num_threads()}
+    return facts
+
+
+def read_bandwidth(device: str, nbytes: int = 1 << 27) -> float:
+    """Bytes per second of summing a buffer of float32 that does not fit the cache: the best of a few passes."""
+    data = torch.ones(nbytes // 4, device=device)
+    best = float("inf")
+    for _ in range(4):
+        if data.is_cuda:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        float(data.sum())
+        best = min(best, time.perf_counter() - started)
+    return nbytes / best
+
+
+def _kernels(device: str) -> list[dict[str, Any]]:
+    where = Platform.detect(device)
+    rows = []
+    for entry in registry.entries():
+        supported = entry.kernel.is_supported(where) if where.vendor in entry.platforms else None
+        row: dict[str, Any] = {"kernel": entry.name, "device": device, "ran": False, "ok": False, "scheme": None}
+        if supported is None:
+            continue
+        if not supported:
+            rows.append(row | {"detail": supported.reason})
+            continue
+        rows.append(_guarded(row, lambda k=entry.kernel: _try(k, device)))
+    return rows
+
+
+def _try(kernel: type[Kernel], device: str) -> dict[str, Any]:
+    """A 64×256 product in the first scheme that the kernel takes, against float64."""
+    for scheme in TRIED_SCHEMES:
+        weight = quantize(torch.randn(64, 256), scheme)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            spec: LinearSpec = weight.spec.replace(act_dtype=dtype)
+            if dtype not in kernel.act_dtypes or not kernel.can_implement(spec):
+                continue
+            layer = QuantLinear(weight, act_dtype=dtype, device=device, kernel=kernel.__name__)
+            x = torch.randn(5, 256).to(dtype)
+            with torch.inference_mode():
+                found = compare(layer(x.to(device)).cpu(), x, weight.with_act_dtype(dtype))
+            return {"ran": True, "ok": found.ok, "scheme": scheme, "error": found.error, "allowed": found.allowed,
+                    "detail": "right" if found.ok else str(found)}  # fmt: skip
+    return {"detail": f"takes none of {', '.join(TRIED_SCHEMES)}"}
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report as text."""
+    versions = ", ".join(f"{k} {v or 'not installed'}" for k, v in report["versions"].items())
+    out.print(f"[bold]bitline {report['bitline']}[/], Python {report['python']}, {report['system']}", highlight=False)
+    out.print(versions, highlight=False)
+    out.print(f"C compiler: {report['compiler'] or 'none (Triton needs one on a GPU)'}", highlight=False)
+    for d in report["devices"]:
+        if "error" in d:
+            out.print(f"[red]{d['device']}[/]: {d['error']}", highlight=False)
+        else:
+            out.print(f"[bold]{d['device']}[/]: {d['platform']}; reads {size(d['bandwidth'])}/s", highlight=False)
+    grid = table("package", "installed", "adds", "to install")
+    for p in report["packages"]:
+        grid.add_row(p["package"], p["installed"] or "-", p["adds"], "" if p["installed"] else p["install"])
+    out.print(grid)
+    grid = table("kernel", "on", "", "tried", "error (allowed)", "detail")
+    for k in report["kernels"]:
+        mark = "-" if not k["ran"] else ("[green]ok[/]" if k["ok"] else "[bold red]FAILED[/]")
+        figures = f"{k['error']:.1e} ({k['allowed']:.1e})" if k["ran"] else ""
+        grid.add_row(
+            k["kernel"],
+            k["device"],
+            mark,
+            k["scheme"] or "",
+            figures,
+            k.get("error_text") or k.get("detail") or k.get("error", ""),
+        )
+    out.print(grid)
+    for name, why in report["plugin_failures"].items():
+        out.print(f"[red]plug-in {name} failed to load[/]: {why}", highlight=False)

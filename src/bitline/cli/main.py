@@ -1,0 +1,157 @@
+"""What the command line looks like. Nothing here imports torch: `--help` must not wait for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bitline import __version__
+from bitline.errors import BitlineError, InputError
+
+app = typer.Typer(
+    name="bitline",
+    help="Runs the linear layers of any quantized model, on any machine, and says why it runs them as it does.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console()
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Backend = Annotated[str, typer.Option(help="Use this provider's kernels where they can run the layer.")]
+KernelName = Annotated[str, typer.Option("--kernel", help="Use this kernel class where it can run the layer.")]
+Strict = Annotated[bool, typer.Option(help="Fail where --kernel or --backend cannot run a layer, instead of falling back.")]
+
+
+def run() -> None:
+    """Entry point: 0 done, 1 the input or the machine was at fault, 2 the command line was."""
+    try:
+        app()
+    except BitlineError as error:
+        if "--json" in sys.argv:
+            print(json.dumps({"error": {"type": type(error).__name__, "message": str(error), "file": error.file,
+                                        "tensor": error.tensor, "found": error.found, "expected": error.expected,
+                                        "fix": error.fix}}))  # fmt: skip
+        else:
+            err.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+            err.print(str(error), markup=False, highlight=False)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        err.print("\ninterrupted")
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone: nothing to say, nobody to say it to
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def emit(report: dict[str, Any]) -> None:
+    """Print a `--json` report."""
+    print(json.dumps(report, indent=2))
+
+
+def rows_of_m(text: str) -> tuple[int, ...]:
+    """`1,16,512` to numbers."""
+    parts = [p.strip() for p in text.split(",") if p.strip()]
+    if not parts or not all(p.isdigit() and 0 < int(p) <= 1 << 16 for p in parts):
+        raise typer.BadParameter("give whole numbers from 1 to 65536, separated by commas, for example 1,16,512")
+    return tuple(int(p) for p in parts)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"bitline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None: ...
+
+
+@app.command("run")
+def run_model(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or the packaged model: smollm2.")],
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="The text to continue; with --chat, the message.")
+    ] = "The capital of France is",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, xpu.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Activations: auto, bfloat16, float16 or float32.")] = "auto",
+    kernel: KernelName = "auto",
+    backend: Backend = "auto",
+    strict: Strict = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    check: Annotated[bool, typer.Option(help="Compare one layer of each kind with the reference at the end.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Load a quantized model, print the plan, stream the answer, and say how fast it was and how right."""
+    from bitline.cli.run import run_report
+
+    report = run_report(model, prompt, max_new_tokens, device, dtype, kernel, backend, strict, chat, check, quiet=as_json)
+    if as_json:
+        emit(report)
+    if check and not all(row["ok"] for row in report["checks"]):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint folder, a .safetensors or a .gguf file.")],
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint holds: one row per distinct kind of layer, and every oddity found. Reads no weight data."""
+    from bitline.cli.inspect import inspect_report, show
+
+    report = inspect_report(path)
+    emit(report) if as_json else show(report)
+
+
+@app.command()
+def explain(
+    path: Annotated[Path, typer.Argument(help="A checkpoint folder, a .gguf file, or smollm2.")],
+    platform: Annotated[
+        str, typer.Option(help="Any machine: cpu:avx512,amx  cuda:sm90  rocm:gfx942  xpu. By default this one's CPU.")
+    ] = "",
+    m: Annotated[str, typer.Option("--m", help="Numbers of rows that the layers will see.")] = "1,256",
+    dtype: Annotated[str, typer.Option(help="Activations: auto, bfloat16, float16 or float32.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Cut every layer over this many ranks first.")] = 1,
+    kernel: KernelName = "auto",
+    backend: Backend = "auto",
+    strict: Strict = False,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Only batch-invariant kernels.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say which kernel each kind of layer would run on, on this or any other machine, and why not on the others."""
+    from bitline.cli.explain import explain_report, show
+
+    report = explain_report(path, platform, rows_of_m(m), dtype, tp, kernel, backend, strict, batch_invariant)
+    emit(report) if as_json else show(report)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine has, what each optional package would add, and try a tiny product on every kernel here."""
+    from bitline.cli.doctor import doctor_report, show
+
+    report = doctor_report()
+    emit(report) if as_json else show(report)
+    if not all(row["ok"] for row in report["kernels"] if row["ran"]):
+        raise typer.Exit(1)
+
+
+def dtype_of(name: str) -> Any:
+    """The torch dtype of a --dtype option, None for auto."""
+    import torch
+
+    names = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in names:
+        raise InputError("unknown --dtype", found=name, expected=", ".join(names))
+    return names[name]

