@@ -6,6 +6,8 @@ divided by (2**bits - 1) / 2, an asymmetric one by 2**bits - 1 with its zero poi
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -68,25 +70,36 @@ def fake_quantize(x: Tensor, act: ActSpec, scale: Tensor | None = None, zero: Te
         codes, s, z = quantize_input(x, act, scale, zero)
         return (codes.float() - (0 if z is None else z)) * s
     g, k = act.group_size, x.shape[-1]
-    padded = torch.nn.functional.pad(x.float(), (0, -k % g)).reshape(-1, g)
+    wide = k + -k % g
+    padded = torch.nn.functional.pad(x.float(), (0, wide - k)).reshape(-1, g)
     if act.scale != "float":
-        return _fake_quantize_micro(padded, act, scale).reshape(x.shape[0], -1)[:, :k]
+        return _fake_quantize_micro(padded, act, scale).reshape(x.shape[0], wide)[:, :k]
     codes, s, z = quantize_input(padded, ActSpec(act.dtype, True, "token", 0, act.symmetric))
-    return ((codes.float() - (0 if z is None else z)) * s).reshape(x.shape[0], -1)[:, :k]
+    return ((codes.float() - (0 if z is None else z)) * s).reshape(x.shape[0], wide)[:, :k]
 
 
 def _fake_quantize_micro(groups: Tensor, act: ActSpec, input_global_scale: Tensor | None) -> Tensor:
     """MX (E8M0 scales) and NVFP4 (E4M3 scales under a global one): groups [n, g] quantized and read back, float32."""
     peak = groups.abs().amax(-1, keepdim=True)
     if act.scale == "e8m0":
-        # OCP MX 1.0, section 6.3: the shared exponent is floor(log2(amax)) minus the element's largest exponent.
-        exponent = torch.frexp(peak).exponent - 1 - int(torch.frexp(torch.tensor(act.dtype.max())).exponent - 1)
+        exponent = mx_exponent(peak, act.dtype.max())
         scale = torch.where(peak > 0, torch.ldexp(torch.ones_like(peak), exponent.clamp(-127, 127)), torch.ones_like(peak))
     else:
         top = torch.ones((), device=groups.device) if input_global_scale is None else input_global_scale.float()
         local = (peak * top / act.dtype.max()).clamp(max=448.0).to(torch.float8_e4m3fn).float()
         scale = torch.where(local > 0, local / top, torch.ones_like(local))
     return round_to(groups / scale, act.dtype.name) * scale
+
+
+def mx_exponent(peak: Tensor, largest: float) -> Tensor:
+    """The shared exponent, int32, of MX blocks whose largest magnitudes are `peak` (float32), for an element type up to
+    `largest`: floor(log2(peak)) - floor(log2(largest)), and one more where peak >= 1.75 * 2**floor(log2(peak)).
+
+    compressed-tensors rounds so for weights and inputs alike (quantization/utils/mxfp_utils.py, round_to_power_2); OCP MX
+    1.0, section 6.3, suggests rounding down always, which clips what is close below a power of two.
+    """
+    mantissa, exponent = torch.frexp(peak)
+    return exponent - math.frexp(largest)[1] + (mantissa >= 0.875)
 
 
 def round_to(values: Tensor, name: str) -> Tensor:

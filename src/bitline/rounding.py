@@ -8,6 +8,7 @@ bfloat16 quotient before it is rounded.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitline import bits, types
-from bitline.activations import round_to
+from bitline.activations import mx_exponent, round_to
 from bitline.errors import InputError
 from bitline.types import ActSpec, LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
@@ -170,7 +171,7 @@ def _scales(plan: Scheme, low: Tensor, high: Tensor, divisor: Tensor | None) -> 
     """Scale and signed zero point of each block, from its smallest (<= 0) and largest (>= 0) weight."""
     peak = torch.maximum(high, -low)
     if plan.scale == "e8m0":
-        return _mx_scale(peak, 2 if plan.weight.bits == 4 else 8), None
+        return _mx_scale(peak, plan.weight.max()), None
     if not plan.symmetric:
         floor = -(1 << (plan.weight.bits - 1))
         scale = (high - low) / ((1 << plan.weight.bits) - 1)
@@ -184,16 +185,11 @@ def _scales(plan: Scheme, low: Tensor, high: Tensor, divisor: Tensor | None) -> 
     return torch.where(local == 0, _ZERO_E4M3_SCALE, local), None
 
 
-def _mx_scale(peak: Tensor, top: int) -> Tensor:
-    """A power of two for each block, as a number of peak's dtype; `top` is the element type's largest exponent.
-
-    The exponent is floor(log2(peak)) - top, one more where the peak is within an eighth of the next power of two:
-    compressed-tensors' rounding (quantization/utils/mxfp_utils.py), not OCP's, which always rounds down.
-    """
-    mantissa, exponent = torch.frexp(peak.float())
-    exponent = exponent - 1 + (mantissa >= 0.875)
-    smallest = torch.frexp(torch.tensor(torch.finfo(peak.dtype).tiny)).exponent - 1
-    biased = torch.where((peak > 0) & (exponent >= smallest.to(peak.device)), exponent - top + 127, 0).clamp_(0, 254)
+def _mx_scale(peak: Tensor, largest: float) -> Tensor:
+    """A power of two for each block, as a number of peak's dtype; `largest` is the element type's largest value."""
+    exponent = mx_exponent(peak.float(), largest)
+    smallest = math.frexp(torch.finfo(peak.dtype).tiny)[1] - math.frexp(largest)[1]
+    biased = torch.where((peak > 0) & (exponent >= smallest), exponent + 127, 0).clamp_(0, 254)
     scale = torch.ldexp(torch.ones_like(peak, dtype=torch.float32), biased - 127).to(peak.dtype)
     return torch.where(scale == 0, 1.0, scale)  # float16 has no 2**-127, which a block of zeros asks for
 
