@@ -15,6 +15,7 @@ log = logging.getLogger("bitline")
 # module -> kernel classes in it. A module is imported when the list is first asked for; it imports no provider package.
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.reference": ("ReferenceLinearKernel",),
+    "bitline.kernels.torch_int4_cpu": ("TorchInt4PackLinearKernel",),
 }
 
 

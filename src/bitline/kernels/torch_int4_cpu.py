@@ -1,0 +1,261 @@
+"""torch's CPU int4 operator for few rows, and its packed weight dequantized a panel at a time for many."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bitline.activations import fake_quantize
+from bitline.kernels import int4pack
+from bitline.kernels.base import Kernel, Packed
+from bitline.platform import Platform, cpu_features
+from bitline.types import YES, LinearSpec, ScalarType, Verdict, no
+from bitline.weight import QuantizedWeight
+
+GROUPS = (256, 128, 64, 32)  # what the operator takes
+PANEL = 1 << 21  # weights dequantized at a time: 4 MiB of bfloat16, which a last-level cache holds
+
+
+class TorchInt4PackLinearKernel(Kernel):
+    """`aten::_weight_int4pack_mm_for_cpu`: W = (q - 8) * s + z with 4-bit q, bfloat16 s and z per group, float32 sums.
+
+    Codes of up to 4 bits are one plane of nibbles. Wider ones (and E2M1, whose values are integers times a half) are
+    two planes side by side along K, W = 16 s (high - 8) + s (low - 8) + …, with x repeated: one sum, rounded once.
+    From a number of rows that depends on the shape on, a panel of output rows at a time is dequantized into bfloat16
+    and multiplied by torch's matrix product, which is faster there than the operator.
+    """
+
+    platforms = ("cpu",)
+    act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """x86-64 with AVX2 or AVX-512: elsewhere the operator computes one number at a time."""
+        if not platform.features & {"avx2", "avx512"}:
+            return no("torch's int4 operator has vector code for AVX2 and AVX-512 alone", "an x86-64 CPU with AVX2")
+        return YES
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """Integer codes of up to 8 bits, or E2M1; groups of a multiple of 32 columns; bfloat16 input."""
+        if spec.act_dtype != torch.bfloat16:
+            return no("the operator computes float16 and float32 inputs one number at a time, 60 times slower",
+                      "with input dtype bfloat16")  # fmt: skip
+        if _grid(spec.weight) is None:
+            return no(f"{spec.weight} codes are not integers of 8 bits times a step", "integer or float4_e2m1 codes")
+        if spec.ragged:
+            return no("groups of unequal size, as an act-order weight has after a cut along K", "a cut along N")
+        if _group(spec) is None:
+            if spec.block[1] % 32:
+                return no(f"group size {spec.block[1]} is not a multiple of 32", "group size 32, 64, 128 or 256")
+            return no(f"its first group was cut after {spec.block_offset[1]} columns, not a multiple of 32",
+                      "a cut along K on a multiple of 32")  # fmt: skip
+        return YES
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """codes uint8 [N', planes * K' / 2] in torch's layout; scales bfloat16 [planes * K' / g, N', 2] of (s, z)."""
+        spec = weight.spec
+        grid, g, (n_pad, k_pad) = _require(spec), _group(spec) or 0, _padded(spec)
+        codes = torch.empty(n_pad, grid.planes * k_pad // 2, dtype=torch.uint8, device=weight.device)
+        scales = torch.zeros(grid.planes * k_pad // g, n_pad, 2, dtype=torch.bfloat16, device=weight.device)
+        step = max(int4pack.ROWS, (1 << 18) // k_pad // int4pack.ROWS * int4pack.ROWS)  # a chunk is 1 MiB as int32
+        for r in range(0, spec.n, step):
+            part = weight.narrow(0, r, min(r + step, spec.n))
+            n = part.spec.n
+            q = grid.nibbles(part.unpacked(), k_pad)
+            if n % int4pack.ROWS:
+                q = torch.nn.functional.pad(q, (0, 0, 0, -n % int4pack.ROWS))
+            codes[r : r + q.shape[0]] = int4pack.convert(q)
+            _fill_scales(scales[:, r : r + n], part, grid, g)
+        absent = torch.empty(0, device=weight.device)
+        named = {"perm": weight.perm, "input_scale": weight.input_scale, "input_zero": weight.input_zero}
+        return {"codes": codes, "scales": scales, **{k: absent if t is None else t.clone() for k, t in named.items()}}
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        codes, scales, perm, input_scale, input_zero = packed
+        m, k = x.shape
+        if m == 0:
+            return x.new_empty(0, spec.n)
+        if spec.act is not None:
+            x = fake_quantize(x, spec.act, *(t if t.numel() else None for t in (input_scale, input_zero))).to(x.dtype)
+        if perm.numel():
+            x = x.index_select(1, perm)
+        if k % 32:
+            x = torch.nn.functional.pad(x, (0, -k % 32))
+        columns = codes.shape[1] * 2
+        if m >= _switch(codes.numel() * 2, columns // x.shape[1], "amx" in cpu_features()) and int4pack.layout() is not None:
+            return _by_panels(x, codes, scales, bias, spec)
+        if columns > x.shape[1]:
+            x = torch.cat((x, x), 1)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, columns // scales.shape[0], scales)
+        if y.shape[1] != spec.n:
+            y = y[:, : spec.n].contiguous()
+        return y if bias is None else y.add_(bias)
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """The operator below the switch, a dequantization and a matrix product above it."""
+        grid = _grid(spec.weight)
+        planes = 1 if grid is None else grid.planes
+        n, k = _padded(spec)
+        amx = "amx" in platform.features
+        if m < _switch(n * k * planes, planes, amx):
+            rates = (85e9, 21e9) if amx else (170e9, 85e9)
+            rate = min(m, 4) * rates[1] if m > 1 else rates[1]
+            seconds = max(2.0 * planes * m * n * k / rate, cls.packed_bytes(spec) / platform.rates.bandwidth)
+            return seconds + platform.rates.launch
+        return _panel_seconds(n * k, amx) + 2.0 * m * n * k / platform.rates.bf16
+
+    @classmethod
+    def packed_bytes(cls, spec: LinearSpec) -> int:
+        """Nibbles and two bfloat16 a group."""
+        grid = _grid(spec.weight)
+        n, k = _padded(spec)
+        return (1 if grid is None else grid.planes) * n * (k // 2 + 4 * k // (_group(spec) or 32))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Codes as integers: value = step * (integer + center), integer + 8 (or + 128) stored in one (two) nibbles."""
+
+    step: float
+    center: int
+    planes: int
+    stored: tuple[int, ...]  # by code
+
+    def nibbles(self, raw: Tensor, k: int) -> Tensor:
+        """Raw codes uint8 [n, K] to nibbles uint8 [n, planes * k], high plane first; columns past K are zero."""
+        mask = 15 if self.planes == 1 else 255
+        if all(q == (self.stored[0] + code) & mask for code, q in enumerate(self.stored)):
+            q = (raw + self.stored[0]) & mask
+        else:
+            q = torch.tensor(self.stored, dtype=torch.uint8, device=raw.device)[raw.int()]
+        q = torch.nn.functional.pad(q, (0, k - q.shape[1]))
+        return q if self.planes == 1 else torch.cat((q >> 4, q & 15), 1)
+
+
+@functools.cache
+def _grid(scalar: ScalarType) -> Grid | None:
+    """How a type's codes become signed integers of 4 or 8 bits, None where they do not."""
+    values = scalar.values()
+    if not all(map(math.isfinite, values)):
+        return None
+    for step in (1.0, 0.5, 0.25, 0.125):
+        integers = [v / step for v in values]
+        if all(v.is_integer() for v in integers):
+            center = 1 << (scalar.bits - 1) if min(integers) == 0 else 0
+            low, high = min(integers) - center, max(integers) - center
+            planes = 1 if low >= -8 and high <= 7 else 2
+            if low < -128 or high > 127:
+                return None
+            half = 8 if planes == 1 else 128
+            return Grid(step, center, planes, tuple(int(v) - center + half for v in integers))
+    return None
+
+
+def _require(spec: LinearSpec) -> Grid:
+    grid = _grid(spec.weight)
+    assert grid is not None, "can_implement refuses these types"
+    return grid
+
+
+def _group(spec: LinearSpec) -> int | None:
+    """The largest of the operator's group sizes whose boundaries fall on this weight's, without padding if possible."""
+    size, offset = spec.block[1], spec.block_offset[1]
+    fits = [g for g in GROUPS if size == spec.k or (size % g == 0 and offset % g == 0)]
+    return next((g for g in fits if spec.k % g == 0), fits[-1] if fits else None)
+
+
+def _padded(spec: LinearSpec) -> tuple[int, int]:
+    """N and K as packed."""
+    return spec.n + -spec.n % int4pack.ROWS, spec.k + -spec.k % 32
+
+
+def _fill_scales(out: Tensor, part: QuantizedWeight, grid: Grid, g: int) -> None:
+    """Write (s, z) of some rows, out [planes * K' / g, n, 2]."""
+    spec = part.spec
+    rows = (torch.arange(spec.n, device=part.device) + spec.block_offset[0]) // spec.block[0]
+    columns = part.column_groups()[::g]
+    pick = lambda t: t.index_select(0, rows).index_select(1, columns).t()
+    exact = pick(part.scales())
+    s = (exact * grid.step).bfloat16().float()
+    z = s * grid.center
+    if part.zero is not None:
+        z = s * (grid.center - pick(part.zero).float())
+    offsets = part.offsets()
+    if offsets is not None:
+        z = exact * (grid.step * grid.center) + pick(offsets)
+    low = out[-len(columns) :]
+    low[..., 0], low[..., 1] = s, z
+    if grid.planes == 2:
+        out[: len(columns), :, 0], out[: len(columns), :, 1] = 16 * s, 8 * s
+
+
+def _switch(weights: int, planes: int, amx: bool) -> float:
+    """The number of rows from which panels are faster, by the measured costs of both (docs/performance.md)."""
+    per_row = (planes * 11.6e-12 - 1.1e-12) if amx else (planes * 5.55e-12 - 2.1e-12)
+    return _panel_seconds(weights // planes, amx) / (per_row * (weights // planes))
+
+
+def _panel_seconds(weights: int, amx: bool) -> float:
+    """Seconds to dequantize: about a dozen calls a panel, and five passes over it."""
+    return 90e-6 * -(-weights // PANEL) + weights * (2.6e-10 if amx else 1.9e-10)
+
+
+def _by_panels(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    """x [M, K'] times the packed weight, some rows of it at a time, each dequantized as [K', rows]."""
+    layout = int4pack.layout()
+    assert layout is not None
+    k, block = x.shape[1], layout.block
+    planes, n_pad = codes.shape[1] * 2 // k, codes.shape[0]
+    groups = scales.shape[0] // planes
+    symmetric = spec.zero == "none" and _require(spec).center == 0
+    step = min(n_pad, max(int4pack.ROWS, PANEL // k // int4pack.ROWS * int4pack.ROWS))
+    panel, byte = x.new_empty(k * step), codes.new_empty(k * step // 2)
+    y = x.new_empty(x.shape[0], spec.n)
+    for r in range(0, n_pad, step):
+        n = min(step, n_pad - r)
+        w = panel[: k * n].view(k, n)
+        data = layout.blocks(codes[r : r + n], k * planes).unflatten(1, (planes, k))
+        _decode(data, byte[: k * n // 2].view(n // block, k, -1), w.view(k, n // block, block).permute(1, 0, 2), layout)
+        grouped = w.view(groups, k // groups, n)
+        s, z = (scales[-groups:, r : r + n, i].contiguous().unsqueeze(1) for i in (0, 1))
+        if symmetric:
+            grouped.mul_(s)
+        else:
+            torch.addcmul(z, grouped, s, out=grouped)
+        rows = slice(r, min(r + n, spec.n))
+        w = w[:, : rows.stop - r]
+        if bias is None:
+            torch.mm(x, w, out=y[:, rows])
+        else:
+            torch.addmm(bias[rows], x, w, out=y[:, rows])
+    return y
+
+
+def _decode(data: Tensor, byte: Tensor, out: Tensor, layout: int4pack.Layout) -> None:
+    """Nibbles [blocks, planes, K, block / 2] to the signed integers they stand for, out bfloat16 [blocks, K, block].
+
+    `byte` is room for half of them. Subtracting 8 (or 128) wraps around, and the byte is then read as a signed one.
+    """
+    first = data[:, 0]
+    if data.shape[1] == 1:
+        torch.bitwise_and(first, 15, out=byte).sub_(8)
+        out[..., layout.low] = byte.view(torch.int8)
+        torch.bitwise_right_shift(first, 4, out=byte).sub_(8)
+        out[..., layout.high] = byte.view(torch.int8)
+        return
+    second = data[:, 1]
+    torch.bitwise_left_shift(first, 4, out=byte).bitwise_or_(second & 15).bitwise_xor_(128)
+    out[..., layout.low] = byte.view(torch.int8)
+    torch.bitwise_and(first, 0xF0, out=byte).bitwise_or_(second >> 4).bitwise_xor_(128)
+    out[..., layout.high] = byte.view(torch.int8)

@@ -1,0 +1,209 @@
+"""Kernels made of torch's own operators, against the exact product in float64."""
+
+import itertools
+from hashlib import sha256
+
+import pytest
+import torch
+
+from bitline import bits
+from bitline.kernels import int4pack, torch_int4_cpu
+from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel
+from bitline.linear import QuantLinear
+from bitline.platform import cpu_features
+from bitline.testing import check, check_exact, poison
+from bitline.types import SCALAR_TYPES, ActSpec, LinearSpec, float4_e2m1, float8_e4m3fn, int8, uint4b8, uint8b128
+from bitline.weight import QuantizedWeight
+
+ROWS = (0, 1, 2, 3, 7, 17, 65)
+SEED = itertools.count()
+needs_vectors = pytest.mark.skipif(not cpu_features() & {"avx2", "avx512"}, reason="torch's int4 operator needs AVX2")
+
+
+def make(
+    n, k, weight=uint4b8, group=0, *, zero="none", act_order=False, bias=False, act=None, dtype=torch.bfloat16,
+    scale_dtype=torch.float32, block=None, lossless=False,
+):  # fmt: skip
+    """A random weight; a lossless one has values that every intermediate result represents."""
+    gen = torch.Generator().manual_seed(next(SEED))
+    spec = LinearSpec(
+        n, k, weight, block or (1, group or k), scale_dtype=scale_dtype, zero=zero, act_order=act_order, act=act,
+        act_dtype=dtype, bias=bias,
+    )  # fmt: skip
+    top = 1 << weight.bits
+    raw = torch.randint(0, top, (n, k), generator=gen)
+    if weight.kind == "float":  # no NaN codes
+        raw = torch.tensor([c for c, v in enumerate(weight.values()) if abs(v) < 1e9])[raw % (top - 2)]
+    scale = torch.rand(spec.grid, generator=gen) / 8 + 0.01
+    zeros = torch.randint(0, top, spec.grid, generator=gen).to(torch.uint8)
+    offset = torch.randn(spec.grid, generator=gen) / 8
+    if lossless:
+        scale = 2.0 ** torch.randint(-2, 1, spec.grid, generator=gen)
+        offset = torch.randint(-2, 3, spec.grid, generator=gen).float()
+    made = QuantizedWeight(
+        spec,
+        bits.pack(raw.to(torch.uint8), weight.bits),
+        scale.to(scale_dtype),
+        zero=zeros if zero == "int" else None,
+        offset=offset if zero == "float" else None,
+        perm=torch.randperm(k, generator=gen).int() if act_order else None,
+        input_scale=None if act is None or act.dynamic else torch.tensor(0.03),
+        input_zero=None if act is None or act.dynamic or act.symmetric else torch.tensor(5),
+        bias=torch.randint(-3, 4, (n,), generator=gen).float() if bias else None,
+    )
+    return made
+
+
+def inputs(m, weight, *, lossless=False):
+    gen = torch.Generator().manual_seed(next(SEED))
+    x = torch.randn(m, weight.spec.k, generator=gen)
+    if lossless:  # one small integer a row: the product is one weight times it
+        x = torch.zeros_like(x)
+        if m:
+            at = torch.randint(0, weight.spec.k, (m, 1), generator=gen)
+            x.scatter_(1, at, torch.randint(-1, 2, (m, 1), generator=gen).float())
+    return x.to(weight.spec.act_dtype)
+
+
+def run(kernel, weight, x):
+    assert kernel.can_implement(weight.spec), kernel.can_implement(weight.spec).reason
+    packed = kernel.pack(weight)
+    bias = None if weight.bias is None else weight.bias.to(x.dtype)
+    with poison():
+        return kernel.apply(x, list(packed.values()), bias, weight.spec)
+
+
+def verify(kernel, weight, rows=ROWS):
+    packed = list(kernel.pack(weight).values())
+    bias = None if weight.bias is None else weight.bias.to(weight.spec.act_dtype)
+    for m in rows:
+        x = inputs(m, weight)
+        with poison():
+            out = kernel.apply(x, packed, bias, weight.spec)
+        check(out, x, weight)
+
+
+INTEGERS = [t for t in SCALAR_TYPES.values() if t.kind == "int" and t.bits > 1]
+
+
+# ---- int4 ------------------------------------------------------------------------------------------------------------
+
+
+@needs_vectors
+class TestInt4:
+    kernel = TorchInt4PackLinearKernel
+
+    def test_layout_is_known_here(self):
+        assert int4pack.layout() is not None
+
+    @pytest.mark.parametrize("scalar", [*INTEGERS, float4_e2m1, SCALAR_TYPES["float6_e2m3"]], ids=str)
+    @pytest.mark.parametrize("zero", ["none", "int", "float"])
+    def test_every_type(self, scalar, zero):
+        if zero == "int" and scalar.kind != "int":
+            pytest.skip("float codes have no zero points")
+        verify(self.kernel, make(80, 192, scalar, 64, zero=zero))
+
+    @pytest.mark.parametrize("group", [32, 64, 96, 128, 256, 1024, 0])
+    @pytest.mark.parametrize("n,k", [(50, 70), (48, 130), (64, 1024), (3, 32), (192, 576)])
+    def test_shapes_and_groups(self, n, k, group):
+        verify(self.kernel, make(n, k, uint4b8, min(group, k), zero="int", bias=True))
+
+    @pytest.mark.parametrize("m", [1, 3, 300])
+    def test_lossless(self, m):
+        for scalar, zero in itertools.product([*INTEGERS, float4_e2m1], ["none", "float"]):
+            if scalar.bits > 4 and zero == "float":
+                continue  # such a weight has no exact bfloat16 form
+            weight = make(70, 96, scalar, 32, zero=zero, lossless=True, act_order=True)
+            x = inputs(m, weight, lossless=True)
+            check_exact(run(self.kernel, weight, x), x, weight)
+
+    @pytest.mark.parametrize("scalar", [uint4b8, uint8b128, SCALAR_TYPES["uint3"]], ids=str)
+    def test_act_order(self, scalar):
+        verify(self.kernel, make(70, 160, scalar, 32, act_order=True, zero="int" if not scalar.bias else "none"))
+
+    @pytest.mark.parametrize("scalar", [uint4b8, int8], ids=str)
+    def test_both_sides_of_the_switch(self, scalar):
+        weight = make(1088, 1024, scalar, 128, bias=True)
+        planes = 1 if scalar is uint4b8 else 2
+        at = torch_int4_cpu._switch(1088 * 1024 * planes, planes, "amx" in cpu_features())
+        verify(self.kernel, weight, [int(at) - 1, int(at), int(at) + 1, int(at) + 2])
+
+    def test_several_panels(self, monkeypatch):
+        monkeypatch.setattr(torch_int4_cpu, "PANEL", 130 * 256)
+        for scalar, zero in ((uint4b8, "none"), (SCALAR_TYPES["uint8"], "int"), (SCALAR_TYPES["uint4"], "int")):
+            verify(self.kernel, make(300, 256, scalar, 128, zero=zero, bias=True), [2000])
+
+    def test_without_a_known_layout(self, monkeypatch):
+        monkeypatch.setattr(int4pack, "layout", lambda: None)
+        verify(self.kernel, make(64, 64), [600])
+
+    def test_rows_packed_in_chunks_are_the_whole(self):
+        codes = torch.randint(0, 16, (192, 64), dtype=torch.uint8)
+        parts = [int4pack.convert(codes[r : r + 64]) for r in range(0, 192, 64)]
+        assert torch.equal(torch.cat(parts), int4pack.convert(codes))
+
+    def test_block_scales_and_cuts(self):
+        whole = make(300, 512, uint4b8, block=(128, 128))
+        verify(self.kernel, whole.shard(0, 1, 4), [1, 5])
+        verify(self.kernel, whole.shard(1, 1, 8), [1, 5])
+        assert "20 columns" in self.kernel.can_implement(whole.narrow(1, 20, 500).spec).reason
+
+    @pytest.mark.parametrize("act", ["int8-dynamic-token", "int8-static-tensor-asym", "int8-dynamic-group32"])
+    def test_quantized_inputs(self, act):
+        verify(self.kernel, make(64, 128, uint4b8, 32, act=ActSpec.parse(act)))
+
+    @pytest.mark.parametrize(
+        "change,reason",
+        [
+            ({"act_dtype": torch.float16}, "60 times slower"),
+            ({"weight": float8_e4m3fn}, "not integers"),
+            ({"block": (1, 16)}, "group size 16"),
+            ({"ragged": True}, "unequal size"),
+        ],
+    )
+    def test_refusals(self, change, reason):
+        verdict = self.kernel.can_implement(LinearSpec(64, 256, uint4b8, (1, 128)).replace(**change))
+        assert not verdict and reason in verdict.reason and verdict.fix
+
+    def test_packed_size(self):
+        for scalar, claimed in ((uint4b8, 1.07), (uint8b128, 1.07)):
+            weight = make(256, 1024, scalar, 128, scale_dtype=torch.float16)
+            size = sum(t.nbytes for t in self.kernel.pack(weight).values())
+            assert size == self.kernel.packed_bytes(weight.spec) <= claimed * weight.nbytes()
+
+
+# ---- what holds for each ---------------------------------------------------------------------------------------------
+
+EXAMPLES = [
+    (TorchInt4PackLinearKernel, {"weight": uint4b8, "group": 32, "act_order": True, "bias": True}),
+    (TorchInt4PackLinearKernel, {"weight": uint8b128, "group": 32}),
+]
+
+
+@pytest.mark.parametrize("kernel,kind", EXAMPLES)
+class TestEvery:
+    def test_pack_is_pure(self, kernel, kind):
+        weight = make(80, 128, **kind)
+        digest = lambda: [sha256(t.contiguous().view(-1).view(torch.uint8).numpy()).digest() for t in weight.tensors().values()]
+        before = digest()
+        first = kernel.pack(weight)
+        own = {t.data_ptr() for t in weight.tensors().values()}
+        assert not any(t.data_ptr() in own for t in first.values() if t.numel())
+        for t in first.values():
+            t.fill_(0)
+        with poison():
+            second, third = kernel.pack(weight), kernel.pack(weight)
+        assert digest() == before
+        assert all(torch.equal(second[k], third[k]) for k in first)
+        x = inputs(5, weight)
+        check(
+            kernel.apply(x, list(second.values()), None if weight.bias is None else weight.bias.to(x.dtype), weight.spec),
+            x,
+            weight,
+        )
+
+    def test_through_a_layer(self, kernel, kind):
+        weight = make(80, 128, **kind)
+        layer = QuantLinear(weight, kernel=kernel.__name__)
+        x = inputs(24, weight).view(4, 6, 128).transpose(0, 1)
+        check(layer(x).reshape(24, 80), x.reshape(24, 128), weight)
