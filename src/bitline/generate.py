@@ -12,6 +12,7 @@ import torch
 
 from bitline.checkpoint import Checkpoint
 from bitline.errors import CheckpointError, InputError
+from bitline.gguf_bridge import header
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     path = checkpoint.path
     try:
         if checkpoint.is_gguf:
-            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            with header(checkpoint):
+                return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         return AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent, trust_remote_code=False)
     except Exception as error:  # tokenizer files come in every kind of broken, and each backend raises its own
         raise CheckpointError(

@@ -18,7 +18,7 @@ from bitline.checkpoint import Checkpoint, open_checkpoint
 from bitline.embedding import QuantEmbedding
 from bitline.errors import BitlineError, CheckpointError, OutOfMemoryError
 from bitline.formats.base import LayerRecord
-from bitline.gguf_names import GGUFNames
+from bitline.gguf_bridge import GGUFNames, header
 from bitline.linear import QuantLinear
 from bitline.platform import Platform
 from bitline.select import Choice, Policy
@@ -88,7 +88,8 @@ def _config(checkpoint: Checkpoint) -> Any:
     path = checkpoint.path
     try:
         if checkpoint.is_gguf:
-            config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            with header(checkpoint):
+                config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         else:
             folder = path if path.is_dir() else path.parent
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)

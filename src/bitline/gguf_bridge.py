@@ -1,0 +1,129 @@
+"""Between a GGUF file and transformers: its configuration and tokenizer out of our header, its tensor names into ours."""
+
+from __future__ import annotations
+
+import array
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitline.checkpoint import Checkpoint
+from bitline.errors import CheckpointError
+from bitline.weight import QuantizedWeight
+
+
+_PATCH = threading.Lock()
+
+
+@contextmanager
+def header(checkpoint: Checkpoint) -> Iterator[None]:
+    """Let transformers read this file's metadata from the header that is parsed already.
+
+    transformers parses a GGUF header with gguf's reader, anew for the configuration and for the tokenizer, which takes
+    three seconds each for a vocabulary of 50,000. Within this context its reader is a view of ours, which has also
+    been checked against a hostile file.
+    """
+    import gguf
+
+    fields = {key: _field(value) for key, value in checkpoint.metadata.items()}
+    view = SimpleNamespace(fields=fields, tensors=[SimpleNamespace(name=n) for n in checkpoint.source.tensors])
+    with _PATCH:
+        original = gguf.GGUFReader
+        gguf.GGUFReader = lambda *_args, **_kwargs: view
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = original
+
+
+def _field(value: Any) -> SimpleNamespace:
+    """A metadata value in the shape of gguf's ReaderField: parts, the indices of those that hold data, GGUF types."""
+    if isinstance(value, list | array.array):
+        kinds = {_kind(v)[0] for v in value[:1]} or {_INT}
+        parts = [_kind(v)[1] for v in value]
+        return SimpleNamespace(parts=parts, data=range(len(parts)), types=[_ARRAY, kinds.pop()])
+    kind, part = _kind(value)
+    return SimpleNamespace(parts=[part], data=[0], types=[kind])
+
+
+_INT, _FLOAT, _BOOL, _STRING, _ARRAY = 10, 12, 7, 8, 9  # GGUF's numbers of its value types
+
+
+def _kind(value: Any) -> tuple[int, Any]:
+    if isinstance(value, str):
+        return _STRING, value.encode("utf-8", "surrogateescape")
+    return (_BOOL if isinstance(value, bool) else _FLOAT if isinstance(value, float) else _INT), [value]
+
+
+class GGUFNames:
+    """Maps each tensor of a GGUF file to the model's name for it, and undoes what llama.cpp's converter did to its rows."""
+
+    def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        self.checkpoint = checkpoint
+        architecture = str(checkpoint.metadata.get("general.architecture", ""))
+        self.processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+        self.names = _names(model, architecture, checkpoint)
+
+    def tensor(self, name: str) -> str | None:
+        """The model's name of a tensor, None where it has none."""
+        return self.names.get(name)
+
+    def module(self, name: str) -> str:
+        """The model's module of a quantized layer."""
+        return self.names.get(f"{name}.weight", name).removesuffix(".weight")
+
+    def convert(self, name: str, tensor: Tensor) -> Tensor:
+        """A plain tensor with the converter's changes undone (Gemma's norms are stored plus one, Llama's q rows permuted)."""
+        changed = self.processor.process(
+            weights=tensor.float().numpy(), name=name, tensor_key_mapping=dict(self.names), parsed_parameters={"tensors": {}}
+        ).weights
+        return torch.from_numpy(np.ascontiguousarray(changed))
+
+    def reorder(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
+        """A quantized weight with its rows in the model's order. Rows move whole, nothing is dequantized."""
+        n = weight.spec.n
+        # What transformers does to a column of row numbers is what it would do to the weight, if it only moves rows.
+        probe = np.arange(n, dtype=np.int64).reshape(n, 1)
+        moved = self.processor.process(
+            weights=probe, name=f"{name}.weight", tensor_key_mapping=dict(self.names), parsed_parameters={"tensors": {}}
+        ).weights
+        if moved is None or moved.shape != probe.shape or not np.array_equal(np.sort(moved[:, 0]), probe[:, 0]):
+            raise CheckpointError(
+                "the converter changed more of this layer than the order of its rows", file=self.checkpoint.path, tensor=name,
+                found=type(self.processor).__name__, expected="rows that are only permuted",
+                fix="quantized GGUF files of this architecture are not supported yet",
+            )  # fmt: skip
+        index = torch.from_numpy(moved[:, 0].copy())
+        return weight if torch.equal(index, torch.arange(n)) else weight.take_rows(index)
+
+
+def _names(model: Any, architecture: str, checkpoint: Checkpoint) -> Mapping[str, str]:
+    """GGUF name -> the model's name, for every parameter and buffer that gguf's table of names knows."""
+    import gguf
+
+    known = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}
+    if architecture not in known:
+        raise CheckpointError(
+            "no tensor names are known for this GGUF architecture", file=checkpoint.path, found=repr(architecture),
+            fix="a newer gguf package may know it",
+        )  # fmt: skip
+    table = gguf.get_tensor_name_map(known[architecture], model.config.get_text_config().num_hidden_layers)
+    names: dict[str, str] = {}
+    for full in model.state_dict():
+        stem, dot, suffix = full.rpartition(".")
+        # Some converters started from the inner model, whose names lack the first parts.
+        while stem:
+            found = table.get_name(stem)
+            if found is not None:
+                names.setdefault(f"{found}{dot}{suffix}", full)
+                break
+            stem = stem.partition(".")[2]
+    return names
