@@ -1,0 +1,218 @@
+"""The conformance suite of a kernel: everything that it declares, run as a test."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bitline import types
+from bitline.kernels.base import Kernel, Packed
+from bitline.platform import Platform
+from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_spec, random_weight
+from bitline.testing.poison import poison
+from bitline.testing.tolerance import check, check_exact
+from bitline.types import ActSpec, LinearSpec, Verdict
+from bitline.weight import QuantizedWeight
+
+ROWS = (0, 1, 2, 3, 7, 17, 65)
+
+
+@dataclass
+class Report:
+    """What a suite did: specs that the kernel took and passed, specs that it refused with its reasons, and failures."""
+
+    kernel: str
+    passed: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        head = f"{self.kernel}: {len(self.passed)} specs passed, {len(self.refused)} refused, {len(self.failures)} failures"
+        return "\n  ".join([head, *self.failures])
+
+
+def default_specs() -> list[LinearSpec]:
+    """The layers that checkpoints are made of, each in a round and in an awkward shape, and forty random specs."""
+    u4, u4b8, u8b128 = types.uint4, types.uint4b8, types.uint8b128
+    e4m3, e2m1, int8 = types.float8_e4m3fn, types.float4_e2m1, types.int8
+    specs = []
+    for n, k in ((64, 256), (48, 208), (256, 512)):
+        base = LinearSpec(n, k, u4b8, (1, 128), scale_dtype=torch.bfloat16)
+        specs += [
+            base, base.replace(block=(1, 32), bias=True), base.replace(block=(1, k)), base.replace(act_order=True),
+            base.replace(act_dtype=torch.float16, scale_dtype=torch.float16), base.replace(act_dtype=torch.float32),
+            base.replace(weight=u4, zero="int"), base.replace(weight=u4, zero="int", block=(1, 64), act_dtype=torch.float16),
+            base.replace(weight=u4, zero="float", scale_dtype=torch.float16), base.replace(weight=u8b128),
+            base.replace(weight=types.uint2b2), base.replace(weight=types.uint3b4), base.replace(weight=types.uint8, zero="int"),
+            base.replace(act=ActSpec(int8)), base.replace(act=ActSpec(e4m3)),
+            base.replace(weight=int8, block=(1, k), act=ActSpec(int8)), base.replace(weight=int8, block=(1, k)),
+            base.replace(weight=int8, block=(1, k), act=ActSpec(int8, False, "tensor", 0, False), scale_dtype=torch.float32),
+            base.replace(weight=e4m3, block=(n, k), act=ActSpec(e4m3, False, "tensor")),
+            base.replace(weight=e4m3, block=(1, k), act=ActSpec(e4m3)), base.replace(weight=e4m3, block=(1, k)),
+            base.replace(weight=e4m3, block=(128, 128), scale_dtype=torch.float32, act=ActSpec(e4m3, True, "group", 128)),
+            base.replace(weight=e4m3, block=(1, 32), scale_dtype=torch.float8_e8m0fnu),
+            base.replace(weight=e2m1, block=(1, 32), scale_dtype=torch.float8_e8m0fnu),
+            base.replace(weight=e2m1, block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(n, k)),
+        ]  # fmt: skip
+    return specs + [random_spec(seed) for seed in range(40)]
+
+
+def check_kernel(
+    kernel: type[Kernel],
+    specs: Iterable[LinearSpec] | None = None,
+    platform: Platform | str | None = None,
+    device: torch.device | str = "cpu",
+) -> Report:
+    """Run every declared fact of a kernel as a test, on each spec that it takes.
+
+    On random data the tolerance of `testing.check`, on lossless data exactness, both with M of 0, 1, 2, 3, 7, 17 and 65
+    and with uninitialised memory poisoned; `pack` is pure and repeatable, `apply` changes neither its input nor the packed
+    weight; `deterministic`, `batch_invariant` and (on a GPU) `cuda_graph` where declared; verdicts are Verdicts, a refusal
+    has a reason; costs are positive and finite.
+
+    specs: by default `default_specs()`. platform: by default that of `device`. Raises AssertionError with all failures,
+    and where the kernel takes none of the specs or does not run on the platform, because then nothing was proven.
+    """
+    report = Report(kernel.__name__)
+    place = Platform.parse(platform) if isinstance(platform, str) else platform or Platform.detect(device)
+    supported = kernel.is_supported(place)
+    report.failures += _verdict_shape(supported, f"is_supported({place})")
+    if not supported or place.vendor not in kernel.platforms:
+        reason = supported.reason or f"it is offered on {', '.join(kernel.platforms)} only"
+        raise AssertionError(f"{kernel.__name__} does not run on {place}: {reason}")
+    for spec in default_specs() if specs is None else specs:
+        if spec.act_dtype not in kernel.act_dtypes:
+            report.refused[spec.key] = f"input dtype {spec.act_dtype}"
+            continue
+        verdict = kernel.can_implement(spec)
+        wrong = _verdict_shape(verdict, f"can_implement({spec.key})")
+        if wrong or not verdict:
+            report.failures += wrong
+            report.refused[spec.key] = verdict.reason
+            continue
+        before = len(report.failures)
+        for test in _TESTS:
+            try:
+                test(kernel, spec, place, device)
+            except Exception as error:  # a kernel's own crash is a finding like any other
+                what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+                report.failures.append(f"{test.__name__.removeprefix('_')} [{spec.key}]: {what}")
+        if len(report.failures) == before:
+            report.passed.append(spec.key)
+    if not report.passed and not report.failures:
+        report.failures.append("it takes none of the specs, so nothing was tested")
+    if report.failures:
+        raise AssertionError(str(report))
+    return report
+
+
+def _verdict_shape(verdict: object, call: str) -> list[str]:
+    if not isinstance(verdict, Verdict):
+        return [f"{call} gave {verdict!r}, not a Verdict"]
+    return [] if verdict.ok or verdict.reason.strip() else [f"{call} refuses without a reason"]
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """A hash of bytes, shapes and strides: what a pure function must leave as it was."""
+    state = hashlib.sha256()
+    for t in tensors:
+        state.update(f"{t.dtype}{tuple(t.shape)}{t.stride()}".encode())
+        state.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b"")
+    return state.hexdigest()
+
+
+def _prepared(kernel: type[Kernel], weight: QuantizedWeight) -> tuple[Packed, list[Tensor], Tensor | None]:
+    packed = kernel.pack(weight)
+    bias = None if weight.bias is None else weight.bias.to(weight.spec.act_dtype)
+    return packed, list(packed.values()), bias
+
+
+def _random_data(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
+    weight = random_weight(spec, 3, device)
+    with poison():
+        _, packed, bias = _prepared(kernel, weight)
+        outputs = [(x, kernel.apply(x, packed, bias, spec)) for x in (inputs(m, spec, m, device) for m in ROWS)]
+    for x, out in outputs:
+        check(out, x, weight)
+
+
+def _lossless_data(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
+    try:
+        weight = lossless_weight(spec, 4, device)
+    except ValueError:  # a type without a zero has no lossless weights
+        return
+    with poison():
+        _, packed, bias = _prepared(kernel, weight)
+        outputs = [(x, kernel.apply(x, packed, bias, spec)) for x in (lossless_inputs(m, spec, m, device) for m in ROWS)]
+    for x, out in outputs:
+        check_exact(out, x, weight)
+
+
+def _pure_pack(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
+    weight = random_weight(spec, 5, device)
+    before = _digest(weight.tensors().values())
+    first, tensors, bias = _prepared(kernel, weight)
+    if not all(isinstance(t, Tensor) and t.device.type == torch.device(device).type for t in tensors):
+        raise AssertionError("pack must give tensors on the weight's device")
+    second = kernel.pack(weight)
+    if list(first) != list(second) or _digest(tensors) != _digest(second.values()):
+        raise AssertionError("packing the same weight twice gave different tensors")
+    if _digest(weight.tensors().values()) != before:
+        raise AssertionError("pack changed the weight")
+    x = inputs(3, spec, device=device)
+    kept = x.clone()
+    packed_before = _digest(tensors)
+    kernel.apply(x, tensors, bias, spec)
+    if not torch.equal(x, kept):
+        raise AssertionError("apply changed its input")
+    if _digest(tensors) != packed_before:
+        raise AssertionError("apply changed the packed weight")
+
+
+def _facts(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
+    _, packed, bias = _prepared(kernel, random_weight(spec, 6, device))
+    for m in (1, 17, 65):
+        x = inputs(m, spec, m, device)
+        out = kernel.apply(x, packed, bias, spec)
+        if kernel.deterministic and not torch.equal(kernel.apply(x, packed, bias, spec), out):
+            raise AssertionError(f"declared deterministic, but two calls with M={m} differ")
+        if kernel.batch_invariant and m > 1:
+            for i in (0, m // 2, m - 1):
+                if not torch.equal(kernel.apply(x[i : i + 1].contiguous(), packed, bias, spec)[0], out[i]):
+                    raise AssertionError(f"declared batch invariant, but row {i} of {m} differs from the row alone")
+    if kernel.cuda_graph and torch.device(device).type == "cuda":
+        _graph(lambda x: kernel.apply(x, packed, bias, spec), inputs(3, spec, 7, device), inputs(3, spec, 8, device))
+
+
+def _graph(call: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> None:
+    """Capture a call, replay it on other input."""
+    expected = call(other)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(x)  # warm-up: a first call may compile
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(x)
+    x.copy_(other)
+    graph.replay()
+    torch.cuda.synchronize()
+    if not torch.equal(out, expected):
+        raise AssertionError("declared cuda_graph, but a replay on other input gives another result than a call")
+
+
+def _costs(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
+    for m in (1, 16, 256, 4096):
+        cost = kernel.cost(spec, platform, m)
+        if not (isinstance(cost, float) and math.isfinite(cost) and cost > 0):
+            raise AssertionError(f"cost with M={m} is {cost!r}, not a positive number of seconds")
+    if kernel.packed_bytes(spec) <= 0:
+        raise AssertionError("packed_bytes must be positive")
+
+
+_TESTS = (_random_data, _lossless_data, _pure_pack, _facts, _costs)
