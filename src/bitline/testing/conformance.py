@@ -37,11 +37,11 @@ class Report:
 
 
 def default_specs() -> list[LinearSpec]:
-    """The layers that checkpoints are made of, each in a round and in an awkward shape, and forty random specs."""
+    """The layers that checkpoints are made of, each in a round and in an awkward shape, and thirty random specs."""
     u4, u4b8, u8b128 = types.uint4, types.uint4b8, types.uint8b128
     e4m3, e2m1, int8 = types.float8_e4m3fn, types.float4_e2m1, types.int8
     specs = []
-    for n, k in ((64, 256), (48, 208), (256, 512)):
+    for n, k in ((64, 256), (48, 208)):
         base = LinearSpec(n, k, u4b8, (1, 128), scale_dtype=torch.bfloat16)
         specs += [
             base, base.replace(block=(1, 32), bias=True), base.replace(block=(1, k)), base.replace(act_order=True),
@@ -59,7 +59,7 @@ def default_specs() -> list[LinearSpec]:
             base.replace(weight=e2m1, block=(1, 32), scale_dtype=torch.float8_e8m0fnu),
             base.replace(weight=e2m1, block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(n, k)),
         ]  # fmt: skip
-    return specs + [random_spec(seed) for seed in range(40)]
+    return specs + [random_spec(seed) for seed in range(30)]
 
 
 def check_kernel(
@@ -83,7 +83,7 @@ def check_kernel(
     supported = kernel.is_supported(place)
     report.failures += _verdict_shape(supported, f"is_supported({place})")
     if not supported or place.vendor not in kernel.platforms:
-        reason = supported.reason or f"it is offered on {', '.join(kernel.platforms)} only"
+        reason = getattr(supported, "reason", "") or f"it is offered on {', '.join(kernel.platforms)} only"
         raise AssertionError(f"{kernel.__name__} does not run on {place}: {reason}")
     for spec in default_specs() if specs is None else specs:
         if spec.act_dtype not in kernel.act_dtypes:
@@ -93,7 +93,7 @@ def check_kernel(
         wrong = _verdict_shape(verdict, f"can_implement({spec.key})")
         if wrong or not verdict:
             report.failures += wrong
-            report.refused[spec.key] = verdict.reason
+            report.refused[spec.key] = str(getattr(verdict, "reason", verdict))
             continue
         before = len(report.failures)
         for test in _TESTS:
@@ -157,13 +157,13 @@ def _pure_pack(kernel: type[Kernel], spec: LinearSpec, platform: Platform, devic
     weight = random_weight(spec, 5, device)
     before = _digest(weight.tensors().values())
     first, tensors, bias = _prepared(kernel, weight)
+    if _digest(weight.tensors().values()) != before:
+        raise AssertionError("pack changed the weight")
     if not all(isinstance(t, Tensor) and t.device.type == torch.device(device).type for t in tensors):
         raise AssertionError("pack must give tensors on the weight's device")
     second = kernel.pack(weight)
     if list(first) != list(second) or _digest(tensors) != _digest(second.values()):
         raise AssertionError("packing the same weight twice gave different tensors")
-    if _digest(weight.tensors().values()) != before:
-        raise AssertionError("pack changed the weight")
     x = inputs(3, spec, device=device)
     kept = x.clone()
     packed_before = _digest(tensors)
