@@ -1,5 +1,6 @@
 """Kernels made of torch's own operators, against the exact product in float64."""
 
+import dataclasses
 import itertools
 from hashlib import sha256
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 from bitline import bits
-from bitline.kernels import int4pack, torch_int4_cpu
+from bitline.kernels import int4pack, torch_int4_cpu, torch_int8_cpu, torch_int8_mm
 from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel
+from bitline.kernels.torch_int8_cpu import TorchInt8PackLinearKernel
+from bitline.kernels.torch_int8_mm import TorchInt8ScaledMMLinearKernel
 from bitline.linear import QuantLinear
 from bitline.platform import cpu_features
 from bitline.testing import check, check_exact, poison
@@ -172,11 +175,102 @@ class TestInt4:
             assert size == self.kernel.packed_bytes(weight.spec) <= claimed * weight.nbytes()
 
 
+# ---- int8 ------------------------------------------------------------------------------------------------------------
+
+FITS = [t for t in INTEGERS if t.name != "uint8"]
+
+
+@needs_vectors
+class TestInt8Pack:
+    kernel = TorchInt8PackLinearKernel
+
+    @pytest.mark.parametrize("scalar", [*FITS, float4_e2m1], ids=str)
+    def test_every_type(self, scalar):
+        verify(self.kernel, make(48, 130, scalar))
+
+    @pytest.mark.parametrize("n,k", [(50, 70), (1, 1), (33, 17), (64, 64)])
+    def test_shapes(self, n, k):
+        verify(self.kernel, make(n, k, uint8b128, bias=True))
+        verify(self.kernel, make(n, k, int8, block=(n, k), act_order=True))
+
+    @pytest.mark.parametrize("m", [1, 200])
+    def test_lossless(self, m, monkeypatch):
+        monkeypatch.setattr(torch_int8_cpu, "PANEL", 1000)
+        for scalar in FITS:
+            weight = make(70, 90, scalar, lossless=True, act_order=True)
+            x = inputs(m, weight, lossless=True)
+            check_exact(run(self.kernel, weight, x), x, weight)
+
+    def test_both_sides_of_the_switch(self):
+        weight = make(1000, 1024, int8, bias=True)
+        at = int(torch_int8_cpu._switch(1000 * 1024, "amx" in cpu_features()))
+        verify(self.kernel, weight, [at - 1, at, at + 1, at + 2])
+
+    def test_refusals(self):
+        spec = LinearSpec(64, 256, int8, (1, 256))
+        for change, reason in (
+            ({"block": (1, 128)}, "groups of 128"), ({"zero": "int"}, "zero points"), ({"weight": float8_e4m3fn}, "float8"),
+            ({"weight": SCALAR_TYPES["uint8"]}, "uint8"), ({"act_dtype": torch.float32}, "one number at a time"),
+        ):  # fmt: skip
+            verdict = self.kernel.can_implement(spec.replace(**change))
+            assert not verdict and reason in verdict.reason and verdict.fix
+
+
+ACTS = [
+    f"{dtype}-{how}{asym}"
+    for dtype in ("int8", "int4")
+    for how in ("dynamic-token", "dynamic-tensor", "static-tensor")
+    for asym in ("", "-asym")
+]
+
+
+class TestInt8MM:
+    kernel = TorchInt8ScaledMMLinearKernel
+
+    @pytest.mark.parametrize("act", ACTS)
+    @pytest.mark.parametrize("scalar", [int8, uint4b8], ids=str)
+    def test_schemes(self, act, scalar):
+        verify(self.kernel, make(50, 70, scalar, act=ActSpec.parse(act), bias=True))
+
+    @pytest.mark.parametrize("n,k", [(1, 1), (8, 8), (33, 17), (48, 130)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_shapes_and_dtypes(self, n, k, dtype):
+        act = ActSpec.parse("int8-dynamic-token")
+        verify(self.kernel, make(n, k, int8, act=act, dtype=dtype))
+        verify(self.kernel, make(n, k, uint8b128, act=act, dtype=dtype, block=(n, k), act_order=True))
+
+    @pytest.mark.parametrize("m", [1, 2, 8, 9])
+    def test_in_parts(self, m, monkeypatch):
+        monkeypatch.setattr(torch_int8_mm, "CACHED", 1000)
+        monkeypatch.setattr(torch_int8_mm, "SUMS", 200)
+        verify(self.kernel, make(50, 70, int8, act=ActSpec.parse("int8-dynamic-token-asym"), bias=True), [m])
+
+    def test_sums_are_exact(self):
+        """Inputs whose quantized form is known: every output is an integer that float32 holds."""
+        weight = make(40, 64, int8, act=ActSpec.parse("int8-static-tensor-asym"), dtype=torch.float32, lossless=True)
+        weight = dataclasses.replace(weight, input_scale=torch.tensor(1.0), input_zero=torch.tensor(-7))
+        for m in (1, 5, 20):
+            x = torch.randint(-100, 101, (m, 64)).float()
+            check_exact(run(self.kernel, weight, x), x, weight)
+
+    def test_refusals(self):
+        spec = LinearSpec(64, 256, int8, (1, 256), act=ActSpec.parse("int8-dynamic-token"))
+        for change, reason in (
+            ({"block": (1, 128)}, "groups of 128"), ({"zero": "int"}, "zero points"), ({"act": None}, "16 or 32 bit"),
+            ({"act": ActSpec.parse("float8_e4m3fn-dynamic-token")}, "float8"),
+            ({"k": 1 << 17, "block": (1, 1 << 17)}, "overflow"), ({"act": ActSpec.parse("int8-dynamic-group32")}, "groups of 32"),
+        ):  # fmt: skip
+            verdict = self.kernel.can_implement(spec.replace(**change))
+            assert not verdict and reason in verdict.reason and verdict.fix
+
+
 # ---- what holds for each ---------------------------------------------------------------------------------------------
 
 EXAMPLES = [
     (TorchInt4PackLinearKernel, {"weight": uint4b8, "group": 32, "act_order": True, "bias": True}),
     (TorchInt4PackLinearKernel, {"weight": uint8b128, "group": 32}),
+    (TorchInt8PackLinearKernel, {"weight": int8, "act_order": True, "bias": True}),
+    (TorchInt8ScaledMMLinearKernel, {"weight": int8, "act": ActSpec.parse("int8-dynamic-token-asym"), "bias": True}),
 ]
 
 

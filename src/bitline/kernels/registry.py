@@ -16,6 +16,8 @@ log = logging.getLogger("bitline")
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.reference": ("ReferenceLinearKernel",),
     "bitline.kernels.torch_int4_cpu": ("TorchInt4PackLinearKernel",),
+    "bitline.kernels.torch_int8_cpu": ("TorchInt8PackLinearKernel",),
+    "bitline.kernels.torch_int8_mm": ("TorchInt8ScaledMMLinearKernel",),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,6 +13,7 @@ from torch import Tensor
 from bitline.activations import fake_quantize
 from bitline.kernels import int4pack
 from bitline.kernels.base import Kernel, Packed
+from bitline.kernels.integers import Integers, integers
 from bitline.platform import Platform, cpu_features
 from bitline.types import YES, LinearSpec, ScalarType, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -47,7 +47,7 @@ class TorchInt4PackLinearKernel(Kernel):
         if spec.act_dtype != torch.bfloat16:
             return no("the operator computes float16 and float32 inputs one number at a time, 60 times slower",
                       "with input dtype bfloat16")  # fmt: skip
-        if _grid(spec.weight) is None:
+        if _nibbles(spec.weight) is None:
             return no(f"{spec.weight} codes are not integers of 8 bits times a step", "integer or float4_e2m1 codes")
         if spec.ragged:
             return no("groups of unequal size, as an act-order weight has after a cut along K", "a cut along N")
@@ -62,18 +62,18 @@ class TorchInt4PackLinearKernel(Kernel):
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes uint8 [N', planes * K' / 2] in torch's layout; scales bfloat16 [planes * K' / g, N', 2] of (s, z)."""
         spec = weight.spec
-        grid, g, (n_pad, k_pad) = _require(spec), _group(spec) or 0, _padded(spec)
-        codes = torch.empty(n_pad, grid.planes * k_pad // 2, dtype=torch.uint8, device=weight.device)
-        scales = torch.zeros(grid.planes * k_pad // g, n_pad, 2, dtype=torch.bfloat16, device=weight.device)
+        nibbles, g, (n_pad, k_pad) = _require(spec), _group(spec) or 0, _padded(spec)
+        codes = torch.empty(n_pad, nibbles.planes * k_pad // 2, dtype=torch.uint8, device=weight.device)
+        scales = torch.zeros(nibbles.planes * k_pad // g, n_pad, 2, dtype=torch.bfloat16, device=weight.device)
         step = max(int4pack.ROWS, (1 << 18) // k_pad // int4pack.ROWS * int4pack.ROWS)  # a chunk is 1 MiB as int32
         for r in range(0, spec.n, step):
             part = weight.narrow(0, r, min(r + step, spec.n))
             n = part.spec.n
-            q = grid.nibbles(part.unpacked(), k_pad)
+            q = nibbles.of(part.unpacked(), k_pad)
             if n % int4pack.ROWS:
                 q = torch.nn.functional.pad(q, (0, 0, 0, -n % int4pack.ROWS))
             codes[r : r + q.shape[0]] = int4pack.convert(q)
-            _fill_scales(scales[:, r : r + n], part, grid, g)
+            _fill_scales(scales[:, r : r + n], part, nibbles, g)
         absent = torch.empty(0, device=weight.device)
         named = {"perm": weight.perm, "input_scale": weight.input_scale, "input_zero": weight.input_zero}
         return {"codes": codes, "scales": scales, **{k: absent if t is None else t.clone() for k, t in named.items()}}
@@ -104,8 +104,8 @@ class TorchInt4PackLinearKernel(Kernel):
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """The operator below the switch, a dequantization and a matrix product above it."""
-        grid = _grid(spec.weight)
-        planes = 1 if grid is None else grid.planes
+        nibbles = _nibbles(spec.weight)
+        planes = 1 if nibbles is None else nibbles.planes
         n, k = _padded(spec)
         amx = "amx" in platform.features
         if m < _switch(n * k * planes, planes, amx):
@@ -118,54 +118,47 @@ class TorchInt4PackLinearKernel(Kernel):
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
         """Nibbles and two bfloat16 a group."""
-        grid = _grid(spec.weight)
+        nibbles = _nibbles(spec.weight)
         n, k = _padded(spec)
-        return (1 if grid is None else grid.planes) * n * (k // 2 + 4 * k // (_group(spec) or 32))
+        return (1 if nibbles is None else nibbles.planes) * n * (k // 2 + 4 * k // (_group(spec) or 32))
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Codes as integers: value = step * (integer + center), integer + 8 (or + 128) stored in one (two) nibbles."""
+class Nibbles:
+    """Integers as nibbles: integer - center + 8 in one plane, or + 128 in two."""
 
-    step: float
+    known: Integers
     center: int
     planes: int
-    stored: tuple[int, ...]  # by code
 
-    def nibbles(self, raw: Tensor, k: int) -> Tensor:
+    @property
+    def step(self) -> float:
+        """What an integer is worth before scaling."""
+        return self.known.step
+
+    def of(self, raw: Tensor, k: int) -> Tensor:
         """Raw codes uint8 [n, K] to nibbles uint8 [n, planes * k], high plane first; columns past K are zero."""
-        mask = 15 if self.planes == 1 else 255
-        if all(q == (self.stored[0] + code) & mask for code, q in enumerate(self.stored)):
-            q = (raw + self.stored[0]) & mask
-        else:
-            q = torch.tensor(self.stored, dtype=torch.uint8, device=raw.device)[raw.int()]
+        q = self.known.shifted(raw, (8 if self.planes == 1 else 128) - self.center)
         q = torch.nn.functional.pad(q, (0, k - q.shape[1]))
         return q if self.planes == 1 else torch.cat((q >> 4, q & 15), 1)
 
 
 @functools.cache
-def _grid(scalar: ScalarType) -> Grid | None:
-    """How a type's codes become signed integers of 4 or 8 bits, None where they do not."""
-    values = scalar.values()
-    if not all(map(math.isfinite, values)):
+def _nibbles(scalar: ScalarType) -> Nibbles | None:
+    known = integers(scalar)
+    if known is None:
         return None
-    for step in (1.0, 0.5, 0.25, 0.125):
-        integers = [v / step for v in values]
-        if all(v.is_integer() for v in integers):
-            center = 1 << (scalar.bits - 1) if min(integers) == 0 else 0
-            low, high = min(integers) - center, max(integers) - center
-            planes = 1 if low >= -8 and high <= 7 else 2
-            if low < -128 or high > 127:
-                return None
-            half = 8 if planes == 1 else 128
-            return Grid(step, center, planes, tuple(int(v) - center + half for v in integers))
-    return None
+    center = 1 << (scalar.bits - 1) if known.low == 0 else 0
+    low, high = known.low - center, known.high - center
+    if low < -128 or high > 127:
+        return None
+    return Nibbles(known, center, 1 if low >= -8 and high <= 7 else 2)
 
 
-def _require(spec: LinearSpec) -> Grid:
-    grid = _grid(spec.weight)
-    assert grid is not None, "can_implement refuses these types"
-    return grid
+def _require(spec: LinearSpec) -> Nibbles:
+    nibbles = _nibbles(spec.weight)
+    assert nibbles is not None, "can_implement refuses these types"
+    return nibbles
 
 
 def _group(spec: LinearSpec) -> int | None:
@@ -180,23 +173,23 @@ def _padded(spec: LinearSpec) -> tuple[int, int]:
     return spec.n + -spec.n % int4pack.ROWS, spec.k + -spec.k % 32
 
 
-def _fill_scales(out: Tensor, part: QuantizedWeight, grid: Grid, g: int) -> None:
+def _fill_scales(out: Tensor, part: QuantizedWeight, nibbles: Nibbles, g: int) -> None:
     """Write (s, z) of some rows, out [planes * K' / g, n, 2]."""
     spec = part.spec
     rows = (torch.arange(spec.n, device=part.device) + spec.block_offset[0]) // spec.block[0]
     columns = part.column_groups()[::g]
     pick = lambda t: t.index_select(0, rows).index_select(1, columns).t()
     exact = pick(part.scales())
-    s = (exact * grid.step).bfloat16().float()
-    z = s * grid.center
+    s = (exact * nibbles.step).bfloat16().float()
+    z = s * nibbles.center
     if part.zero is not None:
-        z = s * (grid.center - pick(part.zero).float())
+        z = s * (nibbles.center - pick(part.zero).float())
     offsets = part.offsets()
     if offsets is not None:
-        z = exact * (grid.step * grid.center) + pick(offsets)
+        z = exact * (nibbles.step * nibbles.center) + pick(offsets)
     low = out[-len(columns) :]
     low[..., 0], low[..., 1] = s, z
-    if grid.planes == 2:
+    if nibbles.planes == 2:
         out[: len(columns), :, 0], out[: len(columns), :, 1] = 16 * s, 8 * s
 
 
