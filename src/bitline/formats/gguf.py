@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bitline.errors import CheckpointError, WeightError
+from bitline.formats._mapped import map_bytes
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, in_tensor
 from bitline.formats.gguf_blocks import BLOCKS, GGML_TYPES, PLAIN_TYPES, RETIRED_TYPES, SUPPORTED, to_weight
 from bitline.weight import QuantizedWeight
@@ -131,7 +132,6 @@ class GGUFSource:
         self.tensors: dict[str, TensorInfo] = {}
         self.ggml: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._offsets: dict[str, int] = {}
-        self._bytes: Tensor | None = None
         try:
             size = self.path.stat().st_size
             if size < 24:
@@ -150,15 +150,8 @@ class GGUFSource:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError("no such tensor", file=self.path, tensor=name, expected=f"one of {len(self.tensors)} names")
-        if self._bytes is None:
-            try:
-                self._bytes = torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
-            except (OSError, RuntimeError) as error:
-                raise CheckpointError("cannot map the GGUF file", file=self.path, tensor=name, found=error) from error
-        start = self._offsets[name]
-        if start + info.nbytes > self._bytes.numel():
-            raise CheckpointError("the file became shorter after it was opened", file=self.path, tensor=name)
-        return self._bytes[start : start + info.nbytes].view(info.dtype).view(info.shape)
+        raw = map_bytes(self.path, self._offsets[name], info.nbytes, name)
+        return raw.view(info.dtype).view(info.shape)
 
     # ---- the header ------------------------------------------------------------------------------------------------
 
