@@ -149,6 +149,8 @@ class TestInt4:
         whole = make(300, 512, uint4b8, block=(128, 128))
         verify(self.kernel, whole.shard(0, 1, 4), [1, 5])
         verify(self.kernel, whole.shard(1, 1, 8), [1, 5])
+        cut = make(64, 192, uint4b8, 96).narrow(1, 64, 160)  # as many columns as a group has, and yet of two
+        verify(self.kernel, cut, [1, 5])
         assert "20 columns" in self.kernel.can_implement(whole.narrow(1, 20, 500).spec).reason
 
     @pytest.mark.parametrize("act", ["int8-dynamic-token", "int8-static-tensor-asym", "int8-dynamic-group32"])

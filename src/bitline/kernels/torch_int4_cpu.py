@@ -164,7 +164,7 @@ def _require(spec: LinearSpec) -> Nibbles:
 def _group(spec: LinearSpec) -> int | None:
     """The largest of the operator's group sizes whose boundaries fall on this weight's, without padding if possible."""
     size, offset = spec.block[1], spec.block_offset[1]
-    fits = [g for g in GROUPS if size == spec.k or (size % g == 0 and offset % g == 0)]
+    fits = [g for g in GROUPS if spec.grid[1] == 1 or (size % g == 0 and offset % g == 0)]
     return next((g for g in fits if spec.k % g == 0), fits[-1] if fits else None)
 
 
