@@ -42,7 +42,8 @@ def test_no_gpu_is_touched():
 
 
 def test_every_public_name_exists():
-    code = "import bitline\nassert all(hasattr(bitline, n) for n in bitline.__all__)\nassert dir(bitline) == sorted(bitline.__all__)"
+    names = "bitline.__all__"
+    code = f"import bitline\nassert all(hasattr(bitline, n) for n in {names})\nassert dir(bitline) == sorted({names})"
     assert modules_after(code)
 
 

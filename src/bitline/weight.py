@@ -88,6 +88,9 @@ class QuantizedWeight:
                 self._expect(name, index, (s.k,), torch.int32)
         if s.act is not None and not s.act.dynamic and self.input_scale is None:
             raise self._error("input_scale", "absent", "a static activation scheme carries one")
+        for name, scalar in (("input_scale", self.input_scale), ("input_zero", self.input_zero)):
+            if scalar is not None and scalar.numel() != 1:
+                raise self._error(name, f"shape {list(scalar.shape)}", "one number")
         if (self.bias is not None) != s.bias:
             raise self._error("bias", "absent" if self.bias is None else "present", f"bias={s.bias}")
         if self.bias is not None:
@@ -103,6 +106,8 @@ class QuantizedWeight:
             if bad.any():
                 at = [int(i) for i in bad.nonzero()[0]]
                 raise self._error(name, f"{int(bad.sum())} NaN or infinite values, the first at {at}", "finite values")
+        if self.input_scale is not None and not float(self.input_scale) > 0:
+            raise self._error("input_scale", float(self.input_scale), "a positive number")
         if self.zero is not None and int(self.zero.max()) >= 1 << s.weight.bits:
             raise self._error("zero", f"up to {int(self.zero.max())}", f"0..{(1 << s.weight.bits) - 1}")
         if self.perm is not None and not torch.equal(self.perm.long().sort().values, torch.arange(s.k, device=self.perm.device)):
