@@ -1,0 +1,361 @@
+"""compressed-tensors: integer, FP8, NVFP4 and MX weights as llm-compressor and AutoRound write them.
+
+The tensors say what a module is; the config says what they mean. Where the two can both be true in an odd way, the
+record says so; where they contradict each other, the checkpoint is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bitline import types
+from bitline.errors import CheckpointError, WeightError
+from bitline.formats import ct_auto_round, ct_config
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, in_tensor
+from bitline.formats.config import find_quantization, quantization_config
+from bitline.formats.ct_codes import Packed, column_order, narrow_integers, zero_points
+from bitline.types import LinearSpec, ScalarType
+from bitline.weight import QuantizedWeight
+
+_FP8 = {torch.float8_e4m3fn: types.float8_e4m3fn, torch.float8_e5m2: types.float8_e5m2}
+_SCALES = (torch.bfloat16, torch.float16, torch.float32)
+# Left over from another scheme or step; they belong to the layer although nothing is read from them.
+_SPARE = ("weight_zero_point", "input_scale", "input_zero_point", "input_global_scale", "weight_g_idx")
+
+
+class CompressedTensorsReader:
+    """Layer records of compressed-tensors checkpoints, and of AutoRound's in the same layout."""
+
+    name = "compressed-tensors"
+
+    def matches(self, source: TensorSource) -> bool:
+        """True for quant_method "compressed-tensors", and "auto-round" with a packing_format that is laid out like it."""
+        config = quantization_config(source)
+        method = config.get("quant_method")
+        if method in ct_auto_round.METHODS:
+            return config.get("packing_format") in ct_auto_round.PACKINGS
+        return method == "compressed-tensors"
+
+    def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
+        """Every module whose tensors are quantized. Of tensor data only shapes and activation orders are read."""
+        config, file = find_quantization(source)
+        schemes: ct_config.Schemes
+        if config.get("quant_method") in ct_auto_round.METHODS:
+            schemes = ct_auto_round.AutoRoundSchemes(config, file)
+        else:
+            schemes = ct_config.parse(config, file)
+        for module in _modules(source):
+            yield _record(source, schemes, module)
+
+
+def _modules(source: TensorSource) -> Iterator[str]:
+    """Modules with quantized codes, in file order. A plain float `weight` is a dense layer, whatever the config targets."""
+    for name, info in source.tensors.items():
+        base, _, suffix = name.rpartition(".")
+        if suffix == "weight_packed":
+            yield base
+        elif suffix == "weight" and f"{base}.weight_packed" not in source.tensors:
+            if info.dtype == torch.int8 or info.dtype in _FP8:
+                yield base
+        elif suffix == "weight_scale" and not {f"{base}.weight", f"{base}.weight_packed"} & source.tensors.keys():
+            raise CheckpointError(
+                "scales without codes", file=info.file, tensor=name, expected=f"{base}.weight or {base}.weight_packed beside them"
+            )
+
+
+@dataclass
+class _Module:
+    """One module under inspection: its tensors by suffix, what the config says of it, and what was noticed."""
+
+    source: TensorSource
+    base: str
+    main: TensorInfo
+    scheme: ct_config.Scheme
+    schemes: ct_config.Schemes
+    oddities: list[str] = field(default_factory=list)
+    used: list[str] = field(default_factory=list)
+
+    def find(self, suffix: str) -> TensorInfo | None:
+        """The header of a tensor of this module, noted as used; None where it is absent."""
+        info = self.source.tensors.get(f"{self.base}.{suffix}")
+        if info is not None and info.name not in self.used:
+            self.used.append(info.name)
+        return info
+
+    def need(self, suffix: str, dtypes: tuple[torch.dtype, ...]) -> TensorInfo:
+        """The header of a tensor that has to be there, with one of these dtypes."""
+        info = self.find(suffix)
+        if info is None:
+            raise self.error(None, "a quantized layer lacks a tensor", "nothing", f"{self.base}.{suffix}")
+        if info.dtype not in dtypes:
+            raise self.error(info, "a tensor has another dtype than its format", info.dtype, " or ".join(map(str, dtypes)))
+        return info
+
+    def matrix(self, suffix: str, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
+        """The shape of a tensor that has to be a matrix."""
+        info = self.need(suffix, dtypes)
+        if len(info.shape) != 2 or 0 in info.shape:
+            raise self.error(info, "not the matrix of a linear layer", list(info.shape), "[rows, columns]")
+        return info.shape[0], info.shape[1]
+
+    def read(self, suffix: str) -> Tensor:
+        return self.source.read(f"{self.base}.{suffix}")
+
+    def error(self, info: TensorInfo | None, what: str, found: object, expected: object) -> CheckpointError:
+        name = self.base if info is None else info.name
+        file = self.source.path if info is None else info.file
+        return CheckpointError(what, file=file, tensor=name, found=found, expected=expected)
+
+    def block(self, n: int, k: int) -> tuple[int, int]:
+        """The block of one scale, from the config, held against the shape of weight_scale."""
+        info, args = self.source.tensors[f"{self.base}.weight_scale"], self.scheme.weights
+        shape, how = info.shape, args.how
+        if self.scheme.loose:  # the config names no reliable size
+            if info.shape in ((), (1,), (1, 1)):
+                how = "tensor"
+            elif how != "block" and (len(shape) == 1 or shape[-1] == 1):
+                how = "channel"
+        size = args.group_size or 0
+        if self.scheme.loose and how in ("group", "channel") and len(shape) == 2 and shape[1] > 1:
+            how, size = "group", size if size > 0 and -(-k // size) == shape[1] else -(-k // shape[1])
+        blocks = {"tensor": (n, k), "channel": (1, k), "group": (1, size), "tensor_group": (1, size)}
+        block = args.block if how == "block" else blocks.get(how)
+        if block is None:
+            raise self.error(info, "weights are not quantized this way", f"strategy {how}", "tensor, channel, group or block")
+        grid = -(-n // block[0]), -(-k // block[1])
+        flat = {(), (1,)} if grid == (1, 1) else ({(n,)} if grid == (n, 1) else set())
+        if shape not in {grid, *flat}:
+            raise self.error(info, f"scales do not fit a [{n}, {k}] weight", list(shape), f"{list(grid)} (one per {how} {block})")
+        return block
+
+    def spec(self, n: int, k: int, weight: ScalarType, block: tuple[int, int], **more: object) -> LinearSpec:
+        act, bias = self.scheme.act, self.find("bias")
+        if bias is not None and (bias.shape != (n,) or not bias.dtype.is_floating_point):
+            raise self.error(bias, "a bias does not fit its weight", f"{bias.dtype} {list(bias.shape)}", f"floats [{n}]")
+        if act is not None and not act.dynamic:
+            self._scalar("input_scale", _SCALES)
+            if not act.symmetric:
+                self._scalar("input_zero_point", (torch.int8, torch.int32))
+        elif act is not None and act.scale == "e4m3":
+            self._scalar("input_global_scale", (torch.float32,))
+        scale_dtype = self.source.tensors[f"{self.base}.weight_scale"].dtype
+        base = LinearSpec(n, k, weight, block, scale_dtype=scale_dtype, act=act, bias=bias is not None)
+        return base.replace(**more)
+
+    def _scalar(self, suffix: str, dtypes: tuple[torch.dtype, ...]) -> None:
+        info = self.need(suffix, dtypes)
+        if info.shape not in ((), (1,), (1, 1)):
+            raise self.error(info, "not a single number", list(info.shape), "[1]")
+
+    def weight(self, spec: LinearSpec, codes: Tensor, scale: Tensor | None = None, **more: Tensor | None) -> QuantizedWeight:
+        """The canonical weight of these parts, with the module's scales, activation scales and bias."""
+        act = self.scheme.act
+        scale = self.read("weight_scale") if scale is None else scale
+        if scale.dim() != 2:
+            scale = scale.reshape(spec.grid)
+        if act is not None and (not act.dynamic or act.scale == "e4m3"):
+            more["input_scale"] = self.read("input_scale" if not act.dynamic else "input_global_scale").reshape(())
+            if not act.dynamic and not act.symmetric:
+                more["input_zero"] = self.read("input_zero_point").reshape(())
+        return QuantizedWeight(spec, codes, scale, bias=self.read("bias") if spec.bias else None, origin=self.base, **more)
+
+
+_Plan = tuple[str, LinearSpec, Callable[[], QuantizedWeight]]
+
+
+def _record(source: TensorSource, schemes: ct_config.Schemes, base: str) -> LayerRecord:
+    packed = source.tensors.get(f"{base}.weight_packed")
+    main = packed or source.tensors[f"{base}.weight"]
+    scheme = schemes.find(base)
+    if scheme is None:
+        raise CheckpointError(
+            "a layer is quantized, but no config group targets it", file=main.file, tensor=main.name,
+            found=f"{main.dtype} codes", expected="a group of config_groups that matches its name or class",
+        )  # fmt: skip
+    module = _Module(source, base, main, scheme, schemes)
+    if schemes.ignored(base):
+        module.oddities.append("the config's ignore list names this layer, yet its tensors are quantized")
+    module.need("weight_scale", (*_SCALES, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu))
+    if packed is not None and packed.dtype == torch.uint8:
+        label, spec, build = _micro_packed(module)
+    elif packed is not None:
+        label, spec, build = _pack_quantized(module)
+    elif main.dtype == torch.int8:
+        label, spec, build = _int_quantized(module)
+    else:
+        label, spec, build = _float_quantized(module)
+    if (
+        scheme.format in ct_config.FORMATS
+        and label != scheme.format
+        and {label, scheme.format} != {"float-quantized", "naive-quantized"}
+    ):
+        module.oddities.append(f"the config says {scheme.format}, the tensors are {label}")
+
+    def read() -> QuantizedWeight:
+        try:
+            return build()
+        except WeightError as error:
+            raise in_tensor(error, main) from error
+
+    for suffix in _SPARE:
+        module.find(suffix)
+    nbytes = sum(source.tensors[name].nbytes for name in module.used)
+    return LayerRecord(base, f"compressed-tensors {label}", spec, tuple(module.used), read, nbytes, tuple(module.oddities))
+
+
+def _integers(module: _Module, least: int) -> tuple[int, bool]:
+    """Bits and symmetry of integer codes, held against the config."""
+    args = module.scheme.weights
+    if args.floating or not least <= args.num_bits <= 8:
+        info = module.source.tensors[module.used[0]]
+        raise module.error(
+            info, "codes do not fit their config group", f"{args.type} {args.num_bits} bits", f"int {least}..8 bits"
+        )
+    return args.num_bits, args.symmetric
+
+
+def _pack_quantized(m: _Module) -> _Plan:
+    rows, columns = m.matrix("weight_packed", (torch.int32,))
+    width, symmetric = _integers(m, 2)
+    shape = m.need("weight_shape", (torch.int64, torch.int32))
+    sizes = m.read("weight_shape").flatten().tolist() if shape.nbytes <= 64 else []
+    if len(sizes) != 2 or sizes[0] != rows or not 1 <= sizes[1] <= columns * 32:
+        raise m.error(shape, "weight_shape does not fit weight_packed", sizes, f"[{rows}, K] for {rows} x {columns} words")
+    n, k = rows, int(sizes[1])
+    packed = Packed.of(columns, width, k, m.schemes.packed_densely)
+    if packed is None:
+        dense, padded = Packed.words(width, k, True), Packed.words(width, k, False)
+        raise m.error(m.main, f"columns do not fit {k} codes of {width} bits", columns, f"{dense} (dense) or {padded} (padded)")
+    m.need("weight_scale", _SCALES)
+    block = m.block(n, k)
+    zeros = _zero_info(m, n, k, block, width) if not symmetric else None
+    perm = groups = None
+    if (index := m.find("weight_g_idx")) is not None:
+        m.need("weight_g_idx", (torch.int32, torch.int64))
+        if index.shape != (k,):
+            raise m.error(index, "an activation order does not fit its weight", list(index.shape), [k])
+        count = -(-k // block[1])
+        try:
+            perm, groups = column_order(m.read("weight_g_idx"), block[1], count)
+        except ValueError as error:
+            raise m.error(index, "not an activation order", error, f"group numbers 0..{count - 1}, or all -1") from None
+        if (perm is not None or groups is not None) and not m.scheme.weights.by_group_order and not m.scheme.loose:
+            m.oddities.append("weight_g_idx holds an activation order that the config does not mention")
+    elif m.scheme.weights.by_group_order:
+        m.oddities.append("the config says that columns are in activation order, but there is no weight_g_idx")
+    spec = m.spec(
+        n, k, types.unsigned(width, symmetric=symmetric), block,
+        zero="none" if symmetric else "int", act_order=perm is not None, ragged=groups is not None,
+    )  # fmt: skip
+
+    def build() -> QuantizedWeight:
+        codes = packed.codes(m.read("weight_packed"), k, perm)
+        zero = None if zeros is None else _read_zeros(m, zeros, spec, width)
+        return m.weight(spec, codes, zero=zero, perm=perm, group_index=groups)
+
+    return "pack-quantized", spec, build
+
+
+def _zero_info(m: _Module, n: int, k: int, block: tuple[int, int], width: int) -> TensorInfo:
+    """Zero points, packed along N in words or, in older files and for whole tensors, one int8 each."""
+    info = m.need("weight_zero_point", (torch.int32, torch.int8))
+    grid = -(-n // block[0]), -(-k // block[1])
+    if info.dtype == torch.int8:
+        allowed = {grid, (n,)} if grid == (n, 1) else ({grid, (1,), ()} if grid == (1, 1) else {grid})
+    else:
+        allowed = {(Packed.words(width, grid[0], dense), grid[1]) for dense in (True, False)}
+    if info.shape not in allowed:
+        raise m.error(
+            info, "zero points do not fit the scales", f"{info.dtype} {list(info.shape)}", " or ".join(map(str, allowed))
+        )
+    return info
+
+
+def _read_zeros(m: _Module, info: TensorInfo, spec: LinearSpec, width: int) -> Tensor:
+    zero = zero_points(m.source.read(info.name), spec.grid, width, m.schemes.packed_densely)
+    if zero is None:
+        raise m.error(
+            info, "zero points are out of range", f"not {width}-bit integers", f"{-(1 << width - 1)}..{(1 << width - 1) - 1}"
+        )
+    return zero
+
+
+def _int_quantized(m: _Module) -> _Plan:
+    """One signed integer per int8; fewer than 8 bits (W4A8, W4AFP8) are packed, since that is all they hold."""
+    n, k = m.matrix("weight", (torch.int8,))
+    width, symmetric = _integers(m, 2)
+    m.need("weight_scale", _SCALES)
+    block = m.block(n, k)
+    plain = width == 8 and symmetric
+    zeros = None if symmetric else _zero_info(m, n, k, block, width)
+    weight = types.int8 if plain else types.unsigned(width, symmetric=symmetric)
+    spec = m.spec(n, k, weight, block, zero="none" if symmetric else "int")
+
+    def build() -> QuantizedWeight:
+        raw = m.read("weight")
+        codes = raw.view(torch.uint8) if plain else narrow_integers(raw, width)
+        if codes is None:
+            half = 1 << (width - 1)
+            raise m.error(
+                m.main, f"values do not fit {width} bits", f"{int(raw.min())}..{int(raw.max())}", f"{-half}..{half - 1}"
+            )
+        zero = None if zeros is None else _read_zeros(m, zeros, spec, width)
+        return m.weight(spec, codes, zero=zero)
+
+    return "int-quantized", spec, build
+
+
+def _floats(m: _Module, width: int) -> None:
+    """Hold minifloat codes of `width` bits against the config."""
+    args = m.scheme.weights
+    if not args.floating or args.num_bits != width:
+        raise m.error(m.main, "codes do not fit their config group", f"{args.type} {args.num_bits} bits", f"float {width} bits")
+
+
+def _float_quantized(m: _Module) -> _Plan:
+    n, k = m.matrix("weight", tuple(_FP8))
+    _floats(m, 8)
+    scale, weight = m.source.tensors[f"{m.base}.weight_scale"], _FP8[m.main.dtype]
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        spec = m.spec(n, k, weight, m.block(n, k), scale_dtype=torch.float8_e8m0fnu)
+        return "mxfp8-quantized", spec, lambda: m.weight(spec, m.read("weight").view(torch.uint8), _e8m0(m))
+    m.need("weight_scale", _SCALES)
+    spec = m.spec(n, k, weight, m.block(n, k))
+    label = m.scheme.format if m.scheme.format == "naive-quantized" else "float-quantized"
+    return label, spec, lambda: m.weight(spec, m.read("weight").view(torch.uint8))
+
+
+def _e8m0(m: _Module) -> Tensor:
+    return m.read("weight_scale").view(torch.float8_e8m0fnu)
+
+
+def _micro_packed(m: _Module) -> _Plan:
+    """NVFP4, MXFP4 and MXFP6: a little-endian bit stream along K, which is the canonical layout as it stands."""
+    n, columns = m.matrix("weight_packed", (torch.uint8,))
+    width = 6 if m.scheme.weights.num_bits == 6 else 4
+    _floats(m, width)
+    k = columns * 8 // width
+    if m.find("weight_global_scale") is None:
+        m.need("weight_scale", (torch.uint8, torch.float8_e8m0fnu))
+        weight = types.float4_e2m1 if width == 4 else types.float6_e2m3
+        spec = m.spec(n, k, weight, m.block(n, k), scale_dtype=torch.float8_e8m0fnu)
+        return f"mxfp{width}-pack-quantized", spec, lambda: m.weight(spec, m.read("weight_packed"), _e8m0(m))
+    m.need("weight_scale", (torch.float8_e4m3fn,))
+    m._scalar("weight_global_scale", (torch.float32,))
+    spec = m.spec(n, k, types.float4_e2m1, m.block(n, k), scale2_block=(n, k))
+
+    def build() -> QuantizedWeight:
+        divisor = m.read("weight_global_scale").reshape(1, 1).double()
+        if not 0 < float(divisor) < float("inf"):
+            info = m.source.tensors[f"{m.base}.weight_global_scale"]
+            raise m.error(info, "a global scale that nothing can be divided by", float(divisor), "a positive number")
+        return m.weight(spec, m.read("weight_packed"), scale2=divisor.reciprocal())
+
+    return "nvfp4-pack-quantized", spec, build
+
+
+READER = CompressedTensorsReader()

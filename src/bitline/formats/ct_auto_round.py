@@ -1,0 +1,75 @@
+"""AutoRound's own config over tensors laid out as compressed-tensors lays them out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bitline.errors import CheckpointError
+from bitline.formats.ct_config import QuantArgs, Scheme, Schemes, act_spec
+
+METHODS = ("auto-round", "intel/auto-round", "inc")
+PACKINGS = ("auto_round:llm_compressor", "auto_round:fp8_static")
+
+
+class _Keys(msgspec.Struct):
+    """The keys that say how a layer was quantized; extra_config repeats some of them for single layers."""
+
+    bits: int
+    group_size: int | list[int]
+    sym: bool = True
+    data_type: str = "int"
+    act_bits: int | None = None
+    act_group_size: int | None = None
+    act_sym: bool = True
+    act_data_type: str | None = None
+    act_dynamic: bool = True
+
+
+class AutoRoundSchemes(Schemes):
+    """Every module has the scheme of the whole config, changed by what extra_config says of its name."""
+
+    def __init__(self, raw: Mapping[str, Any], file: Path) -> None:
+        super().__init__([], [], None)
+        self._raw, self._file = raw, file
+        self._extra: Mapping[str, Any] = raw.get("extra_config") or {}
+        self.find("")  # a config that is wrong for every layer is wrong now
+
+    def find(self, module: str) -> Scheme:
+        """The scheme of a module; extra_config's keys are names, or patterns that are searched for."""
+        changes: dict[str, Any] = {}
+        try:
+            for key, value in self._extra.items():
+                if module and (key == module or (not re.fullmatch(r"[\w.]*", key) and re.search(key, module))):
+                    changes |= value
+            keys = msgspec.convert({**self._raw, **changes}, _Keys)
+            return _scheme(keys)
+        except (re.error, TypeError, ValueError) as error:  # msgspec.ValidationError is a ValueError
+            raise CheckpointError(
+                "the quantization config is not valid", file=self._file, found=f"{error} {module}".strip()
+            ) from error
+
+
+def _scheme(keys: _Keys) -> Scheme:
+    weights = _args(keys.bits, keys.data_type, keys.group_size, keys.sym, "channel")
+    act = None
+    if keys.act_bits is not None and keys.act_bits < 16:
+        args = _args(keys.act_bits, keys.act_data_type or keys.data_type, keys.act_group_size or 0, keys.act_sym, "token")
+        dynamic: Any = "local" if args.how == "tensor_group" else keys.act_dynamic
+        act = act_spec(msgspec.structs.replace(args, dynamic=dynamic))
+    return Scheme("auto-round", weights, act, loose=True)
+
+
+def _args(bits: int, kind: str, group_size: int | list[int], symmetric: bool, whole_row: str) -> QuantArgs:
+    floating = not kind.startswith("int")
+    scale_dtype = "torch.uint8" if kind.startswith("mx") else None
+    if kind.startswith("mx_int"):
+        raise ValueError("data_type mx_int is not supported yet")
+    if isinstance(group_size, list):
+        return QuantArgs(bits, "float" if floating else "int", symmetric, "block", block_structure=group_size)
+    strategy = {-1: whole_row, 0: "tensor"}.get(group_size, "tensor_group" if kind.startswith("nv") else "group")
+    return QuantArgs(bits, "float" if floating else "int", symmetric, strategy, group_size, scale_dtype=scale_dtype)

@@ -1,0 +1,277 @@
+"""The config side of compressed-tensors: which scheme a module was quantized with. No tensors here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from bitline import types
+from bitline.errors import CheckpointError
+from bitline.types import ActSpec, ScalarType
+
+_EMBEDDINGS = {"embed_tokens", "tok_embeddings", "word_embeddings", "wte"}
+_REFUSED = {
+    "marlin-24": "2:4 sparse Marlin tiles",
+    "sparse-24-bitmask": "2:4 sparse weights",
+    "sparse-bitmask": "sparse weights",
+}
+FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized",
+)  # fmt: skip
+# "dense" and "fakequant" store plain weights: there is nothing for this reader to find.
+_DECLARED = {*FORMATS, "mixed-precision", "dense", "fakequant"}
+
+
+class QuantArgs(msgspec.Struct, frozen=True):
+    """How weights or activations are quantized, in compressed-tensors' words. A strategy that is null follows from group_size."""
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: int | None = None
+    block_structure: list[int] | str | None = None
+    dynamic: bool | Literal["local"] = False
+    actorder: bool | str | None = None
+    scale_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type.lower() not in ("int", "float"):
+            raise ValueError(f"type is {self.type!r}, expected 'int' or 'float'")
+        if not 1 <= self.num_bits <= 16:
+            raise ValueError(f"num_bits is {self.num_bits}, expected 1..16")
+        if self.group_size is not None and self.group_size < -1:
+            raise ValueError(f"group_size is {self.group_size}, expected -1 or more")
+        if self.how in ("group", "tensor_group") and (self.group_size or 0) < 1:
+            raise ValueError(f"strategy {self.how!r} needs a group_size, found {self.group_size}")
+        if self.how == "block":
+            _ = self.block
+
+    @property
+    def how(self) -> str:
+        """The strategy: "tensor", "channel", "group", "block", "token", "tensor_group" or "attn_head"."""
+        if self.strategy is not None:
+            return self.strategy.lower()
+        if not self.group_size:
+            return "tensor"
+        return "channel" if self.group_size == -1 else "group"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a scale block. Older files write "128x128" for [128, 128]."""
+        sizes = self.block_structure
+        try:
+            rows, columns = (int(s) for s in (sizes.lower().split("x") if isinstance(sizes, str) else sizes or ()))
+        except ValueError:
+            rows = columns = 0
+        if rows < 1 or columns < 1:
+            raise ValueError(f"block_structure is {sizes!r}, expected two positive sizes")
+        return rows, columns
+
+    @property
+    def floating(self) -> bool:
+        """True for minifloat codes."""
+        return self.type.lower() == "float"
+
+    @property
+    def by_group_order(self) -> bool:
+        """True where the config says that columns were grouped in activation order and a g_idx was kept."""
+        return self.actorder is True or self.actorder in ("group", "dynamic")
+
+
+class Group(msgspec.Struct):
+    """One entry of config_groups. `weights` null means that it is no rule for linear layers."""
+
+    targets: list[str]
+    weights: QuantArgs | None = None
+    input_activations: QuantArgs | None = None
+    format: str | None = None
+
+
+class Config(msgspec.Struct):
+    """quantization_config of compressed-tensors; unknown keys are the producer's own and are left alone."""
+
+    config_groups: dict[str, Group | list[str]] = {}
+    format: str | None = None
+    ignore: list[str] | None = None
+    version: str | None = None
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What the config says about one module's quantization.
+
+    loose: the config names a preset and not the sizes, so group sizes are read off the scale tensors.
+    """
+
+    name: str
+    weights: QuantArgs
+    act: ActSpec | None
+    format: str | None = None
+    loose: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One target of a config group: "re:" patterns match the module's name from its start, others name it or its class."""
+
+    target: str
+    scheme: Scheme | None = None
+    pattern: re.Pattern[str] | None = None
+
+    def rank(self, module: str) -> int:
+        """0 where the target is the module's name, 1 where its pattern matches, 2 where it is its class, else 3."""
+        if self.pattern is not None:
+            return 1 if self.pattern.match(module) else 3
+        if self.target == module:
+            return 0
+        kind = "Embedding" if module.rpartition(".")[2] in _EMBEDDINGS else "Linear"
+        # Class names are not in a checkpoint: a subclass (ColumnParallelLinear, …) is known by how its name ends.
+        return 2 if self.target.endswith(kind) else 3
+
+
+class Schemes:
+    """Finds the scheme of a module by its name."""
+
+    def __init__(self, rules: list[Rule], ignore: list[Rule], version: str | None = None) -> None:
+        self.rules, self.ignore, self.version = rules, ignore, version
+
+    def find(self, module: str) -> Scheme | None:
+        """The scheme whose target fits best: the name before a pattern, a pattern before a class, then file order."""
+        best = min(self.rules, key=lambda rule: rule.rank(module), default=None)
+        return None if best is None or best.rank(module) == 3 else best.scheme
+
+    def ignored(self, module: str) -> bool:
+        """True where the config says that the module was left alone."""
+        return any(rule.rank(module) < 3 for rule in self.ignore)
+
+    @property
+    def packed_densely(self) -> bool:
+        """Whether this producer packed odd bit widths as one dense stream, which began with compressed-tensors 0.18."""
+        numbers = re.findall(r"\d+", self.version or "")[:2]
+        return len(numbers) < 2 or (int(numbers[0]), int(numbers[1])) >= (0, 18)
+
+
+def parse(raw: Mapping[str, Any], file: Path) -> Schemes:
+    """The rules of a compressed-tensors config. What is wrong or would be lost is a CheckpointError with its place."""
+    try:
+        config = msgspec.convert(raw, Config)
+    except msgspec.ValidationError as error:
+        raise CheckpointError("the quantization config is not valid", file=file, found=error) from error
+    if transforms := (config.transform_config or {}).get("config_groups", config.transform_config):
+        raise CheckpointError(
+            "the weights were rotated and the model must undo it as it runs, which is not supported; the rotation would be lost",
+            file=file, found=f"transform_config with {', '.join(map(str, transforms))[:200]}", expected="no transform_config",
+            fix="quantize again without transforms (SpinQuant, QuIP, R1..R4)",
+        )  # fmt: skip
+    sparse = str((config.sparsity_config or {}).get("format") or "dense")
+    formats = [config.format, *(g.format for g in config.config_groups.values() if isinstance(g, Group))]
+    for name in [f for f in formats if f is not None] + ([sparse] if sparse != "dense" else []):
+        if name not in _DECLARED:
+            reason = f" ({_REFUSED[name]})" if name in _REFUSED else ""
+            raise CheckpointError(
+                f"format {name}{reason} is not supported yet", file=file, found=name, expected=f"one of {', '.join(FORMATS)}"
+            )
+    rules: list[Rule] = []
+    for name, group in config.config_groups.items():
+        try:
+            scheme = _scheme(name, group, config.format)
+        except ValueError as error:
+            raise CheckpointError(
+                "the quantization config is not valid", file=file, found=f"{error} at config_groups.{name}"
+            ) from error
+        targets = group.targets if isinstance(group, Group) else group
+        rules += [_rule(t, scheme, file) for t in targets if scheme is not None]
+    return Schemes(rules, [_rule(t, None, file) for t in config.ignore or ()], config.version)
+
+
+def _rule(target: str, scheme: Scheme | None, file: Path) -> Rule:
+    try:
+        return Rule(target, scheme, re.compile(target[3:]) if target.startswith("re:") else None)
+    except re.error as error:
+        raise CheckpointError("a target is not a regular expression", file=file, found=f"{target!r}: {error}") from error
+
+
+def _scheme(name: str, group: Group | list[str], overall: str | None) -> Scheme | None:
+    if not isinstance(group, Group):
+        return _preset(name)
+    if group.weights is None:
+        return None
+    act = None if group.input_activations is None else act_spec(group.input_activations)
+    return Scheme(name, group.weights, act, group.format or overall)
+
+
+def act_spec(args: QuantArgs) -> ActSpec:
+    """An input scheme in compressed-tensors' words as an ActSpec; ValueError for one that Bitline has no word for."""
+    known: dict[tuple[bool, int], ScalarType] = {
+        (False, 8): types.int8, (False, 4): types.int4, (True, 8): types.float8_e4m3fn, (True, 4): types.float4_e2m1,
+    }  # fmt: skip
+    dtype = known.get((args.floating, args.num_bits))
+    granularity: Any = {"token": "token", "tensor": "tensor", "group": "group", "tensor_group": "group"}.get(args.how)
+    if dtype is None or granularity is None or (not args.dynamic and granularity != "tensor"):
+        when = "dynamic" if args.dynamic else "static"
+        raise ValueError(f"input_activations are {args.type} {args.num_bits} bits {when} per {args.how}, which is not supported")
+    scale: Literal["float", "e8m0", "e4m3"] = "float"
+    if granularity == "group" and args.floating:
+        if args.how == "tensor_group":
+            scale = "e4m3"
+        elif args.scale_dtype == "torch.uint8" or args.num_bits == 4:
+            scale = "e8m0"
+    size = args.group_size or 0 if granularity == "group" else 0
+    return ActSpec(dtype, bool(args.dynamic), granularity, size, args.symmetric, scale)
+
+
+_FLOAT_PRESETS: dict[str, tuple[QuantArgs, QuantArgs | None]] = {
+    "FP8": (QuantArgs(8, "float", strategy="tensor"), QuantArgs(8, "float", strategy="tensor")),
+    "FP8_DYNAMIC": (QuantArgs(8, "float", strategy="channel"), QuantArgs(8, "float", strategy="token", dynamic=True)),
+    "FP8_BLOCK": (
+        QuantArgs(8, "float", strategy="block", block_structure=[128, 128]),
+        QuantArgs(8, "float", strategy="group", group_size=128, dynamic=True),
+    ),
+    "NVFP4": (
+        QuantArgs(4, "float", strategy="tensor_group", group_size=16),
+        QuantArgs(4, "float", strategy="tensor_group", group_size=16, dynamic="local"),
+    ),
+    "MXFP4XFP8": (QuantArgs(4, "float", group_size=32), QuantArgs(8, "float", group_size=128, dynamic=True)),
+    "MXFP4": (QuantArgs(4, "float", group_size=32), QuantArgs(4, "float", group_size=32, dynamic=True)),
+    "MXFP6A8": (
+        QuantArgs(6, "float", group_size=32), QuantArgs(8, "float", group_size=32, dynamic=True, scale_dtype="torch.uint8"),
+    ),
+    "MXFP8": (
+        QuantArgs(8, "float", group_size=32), QuantArgs(8, "float", group_size=32, dynamic=True, scale_dtype="torch.uint8"),
+    ),
+    "NVFP4A16": (QuantArgs(4, "float", strategy="tensor_group", group_size=16), None),
+    "MXFP4A16": (QuantArgs(4, "float", group_size=32), None),
+    "MXFP6A16": (QuantArgs(6, "float", group_size=32), None),
+    "MXFP8A16": (QuantArgs(8, "float", group_size=32), None),
+}  # fmt: skip
+
+
+def _preset(name: str) -> Scheme | None:
+    """A scheme by its preset name: "W4A16", "FP8_DYNAMIC", …; None for UNQUANTIZED."""
+    upper = name.upper()
+    if upper == "UNQUANTIZED":
+        return None
+    if upper in _FLOAT_PRESETS:
+        weights, inputs = _FLOAT_PRESETS[upper]
+    elif found := re.fullmatch(r"(?:INT8|W([2-8])A(4|8|16|FP8)(_ASYM)?)", upper):
+        weight_bits, act, asymmetric = int(found[1] or 8), found[2] or "8", bool(found[3])
+        # What a preset's group size was has changed between releases: the scales' shape tells.
+        weights = QuantArgs(weight_bits, "int", symmetric=not asymmetric, strategy="group", group_size=128)
+        floating = act == "FP8"
+        inputs = (
+            None
+            if act == "16"
+            else QuantArgs(8 if floating else int(act), "float" if floating else "int", strategy="token", dynamic=True)
+        )
+    else:
+        raise ValueError(f"{name!r} is not a preset scheme")
+    return Scheme(upper, weights, None if inputs is None else act_spec(inputs), loose=True)
