@@ -414,6 +414,8 @@ def test_auto_round_changes_single_layers():
     tensors = eight | {k.replace("a.b", "x.c"): v for k, v in four.items()}
     found = {layer.name: layer.spec.scheme for layer in READER.layers(Source({"quantization_config": raw}, tensors))}
     assert found == {"a.b": "uint8b128 g16", "x.c": "uint4+zero g16"}
+    with pytest.raises(CheckpointError, match="extra_config is not an object"):
+        list(READER.layers(Source({"quantization_config": raw | {"extra_config": [1]}}, tensors)))
     for wrong in ({"bits": "4"}, {"extra_config": {"(": {}}}, {"extra_config": {"a.b": 3}}, {"data_type": "mx_int"}):
         with pytest.raises(CheckpointError, match="quantization config is not valid"):
             list(READER.layers(Source({"quantization_config": raw | wrong}, tensors)))
@@ -426,6 +428,7 @@ def test_auto_round_changes_single_layers():
     ("change", "message"),
     [
         ({"transform_config": {"config_groups": {"R1": {}}}}, "rotation would be lost.*R1"),
+        ({"transform_config": {"config_groups": 5}}, "rotation would be lost"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask.*2:4 sparse"),
         ({"format": "marlin-24"}, "marlin-24.*not supported"),
         ({"format": "nvfp4-e5m3-pack-quantized"}, "format nvfp4-e5m3-pack-quantized is not supported"),

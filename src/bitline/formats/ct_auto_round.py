@@ -36,7 +36,10 @@ class AutoRoundSchemes(Schemes):
     def __init__(self, raw: Mapping[str, Any], file: Path) -> None:
         super().__init__([], [], None)
         self._raw, self._file = raw, file
-        self._extra: Mapping[str, Any] = raw.get("extra_config") or {}
+        extra = raw.get("extra_config") or {}
+        if not isinstance(extra, Mapping):
+            raise CheckpointError("extra_config is not an object", file=file, found=type(extra).__name__)
+        self._extra: Mapping[str, Any] = extra
         self.find("")  # a config that is wrong for every layer is wrong now
 
     def find(self, module: str) -> Scheme:

@@ -169,7 +169,7 @@ def parse(raw: Mapping[str, Any], file: Path) -> Schemes:
     if transforms := (config.transform_config or {}).get("config_groups", config.transform_config):
         raise CheckpointError(
             "the weights were rotated and the model must undo it as it runs, which is not supported; the rotation would be lost",
-            file=file, found=f"transform_config with {', '.join(map(str, transforms))[:200]}", expected="no transform_config",
+            file=file, found=f"transform_config {str(transforms)[:200]}", expected="no transform_config",
             fix="quantize again without transforms (SpinQuant, QuIP, R1..R4)",
         )  # fmt: skip
     sparse = str((config.sparsity_config or {}).get("format") or "dense")
