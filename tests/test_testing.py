@@ -197,6 +197,16 @@ class CostsNothing(Toy):
         return 0.0
 
 
+class CostCrashesWhereItRefuses(Toy):
+    @classmethod
+    def can_implement(cls, spec):
+        return Verdict(not spec.bias, "a bias")
+
+    @classmethod
+    def cost(cls, spec, platform, m):
+        return 1.0 / (0 if spec.bias else 1)
+
+
 class NoReason(Toy):
     @classmethod
     def can_implement(cls, spec):
@@ -221,7 +231,8 @@ class TakesNothing(Toy):
         (ForgetsARow, "random_data .*nan"), (OffByOneZero, "lossless_data"), (ForgetsBias, "random_data"),
         (ChangesTheWeight, "pack changed the weight|different tensors"), (ChangesTheInput, "apply changed its input"),
         (NotDeterministic, "declared deterministic"), (NotBatchInvariant, "declared batch invariant"),
-        (FailsAtOneRow, "no decode here"), (CostsNothing, "cost with M=1 is 0.0"), (NoReason, "refuses without a reason"),
+        (FailsAtOneRow, "no decode here"), (CostsNothing, "cost with M=1 is 0.0"),
+        (CostCrashesWhereItRefuses, "ZeroDivisionError"), (NoReason, "refuses without a reason"),
         (NoVerdict, "not a Verdict"), (TakesNothing, "takes none of the specs"),
     ],
 )  # fmt: skip

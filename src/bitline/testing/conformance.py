@@ -19,6 +19,7 @@ from bitline.testing.tolerance import check, check_exact
 from bitline.types import ActSpec, LinearSpec, Verdict
 from bitline.weight import QuantizedWeight
 
+Test = Callable[[type[Kernel], LinearSpec, Platform, torch.device | str], None]
 ROWS = (0, 1, 2, 3, 7, 17, 65)
 
 
@@ -94,21 +95,27 @@ def check_kernel(
         if wrong or not verdict:
             report.failures += wrong
             report.refused[spec.key] = str(getattr(verdict, "reason", verdict))
+            report.failures += _run(_costs, kernel, spec, place, device)  # `choose` ranks refused kernels too
             continue
-        before = len(report.failures)
-        for test in _TESTS:
-            try:
-                test(kernel, spec, place, device)
-            except Exception as error:  # a kernel's own crash is a finding like any other
-                what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-                report.failures.append(f"{test.__name__.removeprefix('_')} [{spec.key}]: {what}")
-        if len(report.failures) == before:
+        failures = [f for test in _TESTS for f in _run(test, kernel, spec, place, device)]
+        report.failures += failures
+        if not failures:
             report.passed.append(spec.key)
     if not report.passed and not report.failures:
         report.failures.append("it takes none of the specs, so nothing was tested")
     if report.failures:
         raise AssertionError(str(report))
     return report
+
+
+def _run(test: Test, kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> list[str]:
+    """One test of one spec: nothing, or what failed."""
+    try:
+        test(kernel, spec, platform, device)
+    except Exception as error:  # a kernel's own crash is a finding like any other
+        what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        return [f"{test.__name__.removeprefix('_')} [{spec.key}]: {what}"]
+    return []
 
 
 def _verdict_shape(verdict: object, call: str) -> list[str]:
