@@ -1,0 +1,249 @@
+"""QuantLinear: shapes, state, errors, and what a compiler and an exporter see."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from bitline import InputError, Kernel, LinearSpec, NoKernelError, OutOfMemoryError, Policy, QuantLinear, quantize
+from bitline.kernels import registry
+from bitline.kernels.reference import ReferenceLinearKernel
+from bitline.testing import check, random_spec, random_weight
+from bitline.types import YES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def weight(scheme="W4A16", n=48, k=64, bias=False, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return quantize(torch.randn(n, k, generator=g).to(dtype), scheme, bias=torch.randn(n, generator=g) if bias else None)
+
+
+def layer(**kwargs):
+    return QuantLinear(weight(**kwargs), kernel="ReferenceLinearKernel")
+
+
+def rows(*shape, dtype=torch.float32, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "MXFP4"])
+def test_it_is_the_linear_layer(scheme, bias, dtype):
+    w = weight(scheme, bias=bias, dtype=dtype)
+    made = QuantLinear(w)
+    x = rows(5, 64, dtype=dtype)
+    out = made(x)
+    assert out.dtype == dtype and made.spec == w.spec and (made.in_features, made.out_features) == (64, 48)
+    check(out, x, w)
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 64), (2, 3, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64), (0, 3, 64)])
+def test_batch_dimensions(shape):
+    made = layer(bias=True)
+    x = rows(*shape)
+    out = made(x)
+    assert out.shape == (*shape[:-1], 48)
+    flat = x.reshape(-1, 64)
+    assert torch.equal(out.reshape(-1, 48), made(flat) if len(flat) else out.reshape(-1, 48))
+
+
+def test_inputs_that_are_not_contiguous():
+    made = layer()
+    wide, deep = rows(6, 128), rows(64, 6)
+    for x in (wide[:, ::2], wide[:, 64:], deep.T, rows(4, 64)[::2], rows(3, 2, 64).transpose(0, 1), rows(64).expand(5, 64)):
+        assert torch.equal(made(x), made(x.contiguous()))
+
+
+def test_a_bias_given_wins():
+    own = torch.arange(48.0)
+    without = layer()
+    made = QuantLinear(weight(bias=True), bias=own)
+    assert torch.allclose(made(rows(3, 64)), without(rows(3, 64)) + own, atol=1e-5) and made.spec.bias
+
+
+def test_the_input_dtype_can_be_chosen():
+    made = QuantLinear(weight(dtype=torch.bfloat16, bias=True), act_dtype=torch.float32)
+    assert made(rows(2, 64)).dtype == torch.float32 and made.spec.act_dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.zeros(2, 63), r"\[2, 63\].*64"), (torch.zeros(2, 64, dtype=torch.float16), "float16.*float32"),
+        (torch.zeros(2, 64, dtype=torch.int32), "int32"), (torch.zeros(2, 64).requires_grad_(), "inference"),
+    ],
+)  # fmt: skip
+def test_inputs_that_it_was_not_made_for(x, words):
+    with pytest.raises(InputError, match=words):
+        layer()(x)
+
+
+def test_a_grad_input_is_fine_where_no_gradient_is_asked_for():
+    with torch.no_grad():
+        assert layer()(torch.zeros(2, 64).requires_grad_()).shape == (2, 48)
+
+
+def test_dtype_conversions_leave_the_packed_weight():
+    made = layer(bias=True)
+    before = {name: b.clone() for name, b in made.named_buffers()}
+    out = made(rows(3, 64))
+    for change in (
+        lambda m: m.half(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.double(),
+        lambda m: m.to("cpu"),
+        lambda m: m.float(),
+    ):
+        assert change(made) is made
+        assert {name: b.dtype for name, b in made.named_buffers()} == {name: b.dtype for name, b in before.items()}
+        assert torch.equal(made(rows(3, 64)), out)
+    inside = torch.nn.Sequential(made, torch.nn.Linear(48, 4)).to(torch.bfloat16)
+    assert inside[1].weight.dtype == torch.bfloat16 and made.get_buffer("scale").dtype == torch.float32
+
+
+def test_a_move_reaches_the_tensors_of_the_call():
+    meta = layer(bias=True).to("meta")
+    assert {b.device.type for b in meta.buffers()} == {"meta"}
+    assert meta(torch.empty(3, 64, device="meta")).shape == (3, 48)
+
+
+def test_it_has_no_parameters_and_no_state():
+    made = layer(bias=True)
+    assert not list(made.parameters()) and not made.state_dict()
+    made.load_state_dict({})
+    assert made.packed_bytes() == sum(b.nbytes for b in made.buffers()) > 48 * 32
+    assert "64 -> 48" in repr(made) and "uint4b8 channel" in repr(made) and "ReferenceLinearKernel" in repr(made)
+
+
+def test_reload():
+    made = layer(bias=True)
+    other = weight(bias=True, seed=7)
+    expected = QuantLinear(other, kernel="ReferenceLinearKernel")(rows(3, 64))
+    made.reload(other)
+    assert torch.equal(made(rows(3, 64)), expected)
+    for wrong in (weight(n=47, bias=True), weight("W8A16", bias=True), weight()):
+        with pytest.raises(InputError, match="another spec"):
+            made.reload(wrong)
+    assert torch.equal(made(rows(3, 64)), expected)
+    made.reload(weight(bias=True, seed=7).with_act_dtype(torch.bfloat16))  # the layer keeps its own input dtype
+    assert torch.equal(made(rows(3, 64)), expected)
+
+
+def test_the_weight_is_not_changed():
+    w = weight(bias=True)
+    before = {name: t.clone() for name, t in w.tensors().items()}
+    QuantLinear(w).half()(rows(2, 64))
+    assert all(torch.equal(t, before[name]) for name, t in w.tensors().items())
+
+
+def test_copies_are_independent():
+    made = layer(bias=True)
+    out = made(rows(3, 64))
+    twin = copy.deepcopy(made)
+    assert torch.equal(twin(rows(3, 64)), out)
+    made.reload(weight(bias=True, seed=9))
+    assert torch.equal(twin(rows(3, 64)), out) and not torch.equal(made(rows(3, 64)), out)
+    stored = io.BytesIO()
+    torch.save(twin, stored)
+    stored.seek(0)
+    assert torch.equal(torch.load(stored, weights_only=False)(rows(3, 64)), out)
+
+
+def test_policy_and_kernel():
+    assert QuantLinear(weight(), kernel="ReferenceLinearKernel").choice.best.name == "ReferenceLinearKernel"
+    assert QuantLinear(weight(), policy=Policy(backend="reference")).choice.best.name == "ReferenceLinearKernel"
+    with pytest.raises(NoKernelError, match="NotThere"):
+        QuantLinear(weight(), kernel="NotThere")
+
+
+def test_memory_errors_say_what_was_packed():
+    class NoRoom(Kernel):
+        can_implement = classmethod(lambda cls, spec: YES)
+        cost = classmethod(lambda cls, spec, platform, m: 1e-9)
+
+        @classmethod
+        def pack(cls, weight):
+            raise MemoryError
+
+    registry.register_kernel(NoRoom)
+    try:
+        with pytest.raises(OutOfMemoryError, match="bytes to pack"):
+            QuantLinear(weight(), kernel="NoRoom")
+    finally:
+        registry.unregister_kernel("NoRoom")
+
+
+# ---- compilers ---------------------------------------------------------------------------------------------------------
+
+
+def ops_of(graphs):
+    return [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_compile_sees_one_opaque_operator_for_each_layer():
+    model = torch.nn.Sequential(layer(bias=True), torch.nn.ReLU(), layer(n=16, k=48), layer(n=8, k=16, scheme="W8A8")).eval()
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    for m in (3, 17, 64):
+        x = rows(m, 64)
+        assert torch.equal(compiled(x), model(x))
+    assert torch.equal(compiled(rows(2, 5, 64)), model(rows(2, 5, 64)))
+    first = [op for op in ops_of(graphs[:1]) if "bitline" in str(op)]
+    assert len(first) == 3 and set(map(str, first)) == {"bitline.linear.default"}
+    assert len(graphs) == 2, "one graph for two-dimensional inputs of every size, one for three-dimensional"
+
+
+def test_export_keeps_the_operator_and_its_key():
+    made = layer(bias=True)
+    m = torch.export.Dim("m", min=2, max=4096)
+    program = torch.export.export(made, (rows(4, 64),), dynamic_shapes=({0: m},))
+    calls = [node for node in program.graph.nodes if str(node.target) == "bitline.linear.default"]
+    assert len(calls) == 1
+    name, key = calls[0].args[3], calls[0].args[4]
+    assert name == "ReferenceLinearKernel" and LinearSpec.parse(key) == made.spec
+    stored = io.BytesIO()
+    torch.export.save(program, stored)
+    stored.seek(0)
+    loaded = torch.export.load(stored).module()
+    assert torch.equal(loaded(rows(9, 64)), made(rows(9, 64)))
+
+
+def test_the_operator_is_well_behaved():
+    made = layer(bias=True)
+    args = (rows(3, 64), made._packed, made.get_buffer("bias"), "ReferenceLinearKernel", made.spec.key)
+    torch.library.opcheck(torch.ops.bitline.linear.default, args)
+    torch.library.opcheck(torch.ops.bitline.linear.default, (rows(0, 64), *args[1:]))
+
+
+def test_every_kind_of_weight_runs():
+    for seed in range(80):
+        spec = random_spec(seed)
+        w = random_weight(spec, seed)
+        x = rows(3, spec.k, dtype=spec.act_dtype, seed=seed)
+        check(QuantLinear(w, policy=Policy())(x), x, w)
+
+
+def test_the_reference_holds_one_chunk_of_rows_at_a_time(monkeypatch):
+    monkeypatch.setattr("bitline.bits.ROW_CHUNK_BYTES", 64 * 5)
+    w = weight(bias=True)
+    seen = []
+    real = type(w).dequantize_rows
+
+    def spy(self, part, dtype=torch.float32):
+        seen.append(part.stop - part.start)
+        return real(self, part, dtype)
+
+    monkeypatch.setattr(type(w), "dequantize_rows", spy)
+    out = ReferenceLinearKernel.apply(rows(2, 64), list(ReferenceLinearKernel.pack(w).values()), w.bias, w.spec)
+    assert max(seen) == 5 and sum(seen) == 48
+    monkeypatch.undo()
+    check(out, rows(2, 64), w)
