@@ -247,3 +247,26 @@ def test_the_reference_holds_one_chunk_of_rows_at_a_time(monkeypatch):
     assert max(seen) == 5 and sum(seen) == 48
     monkeypatch.undo()
     check(out, rows(2, 64), w)
+
+
+def test_a_replaced_kernel_is_the_one_that_runs():
+    """A name is looked up once for each call's key; replacing or removing the kernel must not leave the old one there."""
+
+    def made(value):
+        members = {
+            "can_implement": classmethod(lambda cls, spec: YES),
+            "cost": classmethod(lambda cls, spec, platform, m: 1e-9),
+            "pack": classmethod(lambda cls, weight: {"codes": weight.codes}),
+            "apply": classmethod(lambda cls, x, packed, bias, spec: x.new_full((x.shape[0], spec.n), value)),
+        }
+        return type("Swapped", (Kernel,), members)
+
+    try:
+        for value in (1.0, 2.0):
+            registry.register_kernel(made(value), replace=True)
+            assert float(QuantLinear(weight(), kernel="Swapped")(rows(1, 64))[0, 0]) == value
+        registry.unregister_kernel("Swapped")
+        registry.register_kernel(made(3.0))
+        assert float(QuantLinear(weight(), kernel="Swapped")(rows(1, 64))[0, 0]) == 3.0
+    finally:
+        registry.unregister_kernel("Swapped")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bitline.errors import InputError, OutOfMemoryError
 from bitline.kernels.base import Packed
-from bitline.kernels.registry import kernel_by_name
+from bitline.kernels.registry import kernel_by_name, on_change
 from bitline.platform import Platform
 from bitline.select import Choice, Policy, choose, warn_degraded
 from bitline.types import LinearSpec
@@ -25,6 +25,9 @@ _LIBRARY.define("linear(Tensor x, Tensor[] packed, Tensor? bias, str kernel, str
 @functools.cache
 def _bound(kernel: str, spec: str) -> tuple[Callable[..., Tensor], LinearSpec]:
     return kernel_by_name(kernel).apply, LinearSpec.parse(spec)
+
+
+on_change.append(_bound.cache_clear)
 
 
 def _linear(x: Tensor, packed: list[Tensor], bias: Tensor | None, kernel: str, spec: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bitline.errors import NoKernelError
@@ -15,6 +16,12 @@ log = logging.getLogger("bitline")
 # module -> kernel classes in it. A module is imported when the list is first asked for; it imports no provider package.
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.reference": ("ReferenceLinearKernel",),
+    "bitline.kernels.triton.w4a16": ("TritonW4A16LinearKernel",),
+    "bitline.kernels.torch_fp8": (
+        "PerTensorTorchFP8ScaledMMLinearKernel",
+        "RowWiseTorchFP8ScaledMMLinearKernel",
+        "ChannelWiseTorchFP8ScaledMMLinearKernel",
+    ),
     "bitline.kernels.torch_int4_cpu": ("TorchInt4PackLinearKernel",),
     "bitline.kernels.torch_int8_cpu": ("TorchInt8PackLinearKernel",),
     "bitline.kernels.torch_int8_mm": ("TorchInt8ScaledMMLinearKernel",),
@@ -39,6 +46,7 @@ class Entry:
 _entries: dict[str, Entry] = {}
 _loaded = False
 plugin_failures: dict[str, str] = {}
+on_change: list[Callable[[], None]] = []  # called when a name may come to mean another kernel
 
 
 def register_kernel(
@@ -61,6 +69,8 @@ def _add(
     name = kernel.__name__
     if name in _entries and not replace and _entries[name].kernel is not kernel:
         raise NoKernelError(f"a kernel named {name} is registered already", fix="rename it, or pass replace=True")
+    if name in _entries:
+        _changed()
     _entries[name] = Entry(kernel, platforms, kernel.priority if priority is None else priority, source)
     return kernel
 
@@ -69,6 +79,12 @@ def unregister_kernel(name: str) -> None:
     """Take a kernel out of the list; an unknown name is a NoKernelError."""
     if _entries.pop(name, None) is None:
         raise NoKernelError("no kernel of this name is registered", found=name)
+    _changed()
+
+
+def _changed() -> None:
+    for forget in on_change:
+        forget()
 
 
 def load() -> None:
