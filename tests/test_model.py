@@ -6,12 +6,12 @@ import logging
 
 import pytest
 import torch
-from tiny import compressed, llama, rewrite
 
 import bitline
 from bitline.embedding import QuantEmbedding
 from bitline.linear import QuantLinear
 from bitline.model import plan, quant_linears
+from tiny import compressed, llama, rewrite
 
 IDS = torch.tensor([[1, 5, 9, 77, 3]])
 
@@ -150,7 +150,7 @@ def test_missing_quantized_layer_is_an_error(tmp_path):
 
 def test_layer_without_a_place_is_an_error(tmp_path):
     folder, _ = compressed(tmp_path, llama())
-    rewrite(folder, lambda t: t.update({k.replace("layers.1.", "layers.7."): v.clone() for k, v in t.items() if "layers.1." in k}))
+    rewrite(folder, lambda t: t.update({k.replace("rs.1.", "rs.7."): v.clone() for k, v in t.items() if "layers.1." in k}))
     with pytest.raises(bitline.CheckpointError, match=r"no place in the model.*layers\.7"):
         bitline.load_model(folder)
 
@@ -212,4 +212,5 @@ def test_quant_embedding_looks_up_rows():
     ids = torch.tensor([[3, 0], [19, 3]])
     assert torch.equal(table(ids), torch.nn.functional.embedding(ids, weight.dequantize()))
     assert table(torch.empty(2, 0, dtype=torch.long)).shape == (2, 0, 64)
-    torch.library.opcheck(torch.ops.bitline.embedding.default, (ids, [table.get_buffer(n) for n in table._names], table.spec.key, "float32"))
+    packed = [table.get_buffer(n) for n in table._names]
+    torch.library.opcheck(torch.ops.bitline.embedding.default, (ids, packed, table.spec.key, "float32"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROW_CHUNK_BYTES = 1 << 22  # a chunk of unpacked rows stays near the cache and far from doubling a weight
+ROW_CHUNK_BYTES = 1 << 21  # a chunk of unpacked rows, and its float32 values, stay in a last-level cache
 
 
 def row_bytes(k: int, bits: int) -> int:
@@ -34,7 +34,7 @@ def unpack(codes: Tensor, bits: int, k: int) -> Tensor:
         for i in range(per):
             field = codes if i == 0 else codes >> (bits * i)
             out[..., i] = field & mask if i < per - 1 else field
-        return out.view(n, -1)[:, :k]
+        return out.view(n, codes.shape[1] * per)[:, :k]
     blocks = -(-k // 8)  # 8 codes fill exactly `bits` bytes
     need = blocks * bits
     if codes.shape[1] < need:

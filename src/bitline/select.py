@@ -99,9 +99,10 @@ class Choice:
 
     @property
     def degraded(self) -> bool:
-        """True where the reference runs although this platform has a kernel that would be faster, had it not refused."""
+        """True where the reference runs, unasked, although a faster kernel of this platform refused the layer."""
         near = self.nearest_fast
-        return self.kernel is ReferenceLinearKernel and near is not None and near.score < self.best.score
+        asked = self.policy.kernel == self.best.name or self.policy.backend == self.best.backend
+        return self.kernel is ReferenceLinearKernel and not asked and near is not None and near.score < self.best.score
 
     @property
     def lost_because(self) -> str:
@@ -110,12 +111,13 @@ class Choice:
         if other is None:
             return "no other kernel can run it"
         if len(self.candidates[0].costs) != len(other.costs):
-            return f"{other.name}: not asked for"
+            return f"{short_name(other.name)}: not asked for"
         ratios = [(o / b, m) for o, b, m in zip(other.costs, self.best.costs, self.policy.m, strict=True)]
         ratio, m = max(ratios)
         if other.score >= self.best.score and ratio > 1.005:
-            return f"{other.name}: {ratio:.1f}x the time at M={m}"
-        return f"{other.name}: same cost, lower priority" if other.score >= self.best.score else f"{other.name}: not asked for"
+            return f"{short_name(other.name)}: {ratio:.1f}x the time at M={m}"
+        why = "same cost, lower priority" if other.score >= self.best.score else "not asked for"
+        return f"{short_name(other.name)}: {why}"
 
     def explain(self) -> str:
         """Every candidate in plain text: yes or no, the estimated cost at each expected M, the reason, the nearest fix."""
@@ -151,6 +153,11 @@ class Choice:
                 for c in self.candidates
             ],
         }  # fmt: skip
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's class name without the ending that all share: TorchInt4Pack for TorchInt4PackLinearKernel."""
+    return kernel.removesuffix("Kernel").removesuffix("Linear").removesuffix("MM")
 
 
 def seconds(value: float) -> str:

@@ -100,8 +100,8 @@ class QuantizedWeight:
         s = self.spec
         for name in ("scale", "scale2", "offset", "offset2", "input_scale", "bias"):
             tensor = getattr(self, name)
-            if tensor is None or not tensor.dtype.is_floating_point:
-                continue
+            if tensor is None or not tensor.dtype.is_floating_point or tensor.dtype == torch.float8_e8m0fnu:
+                continue  # E8M0's one NaN is a legal shared scale (OCP MX 1.0, 5.4.1) and has to reach the output
             bad = ~torch.isfinite(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
             if bad.any():
                 at = [int(i) for i in bad.nonzero()[0]]
@@ -375,11 +375,13 @@ def decode(codes: Tensor, scalar: ScalarType, k: int) -> Tensor:
     if scalar.bits == 4 and scalar.kind != "int":
         return _decode_pairs(codes, scalar, k)
     raw = bits.unpack(codes, scalar.bits, k)
-    if scalar.kind == "int" and not scalar.signed:
-        values = raw.float()
-        return values.sub_(scalar.bias) if scalar.bias else values
     if scalar.name == "int8":
         return raw.contiguous().view(torch.int8).float()
+    if scalar.kind == "int":
+        half = 1 << (scalar.bits - 1)
+        values = (raw ^ half if scalar.signed else raw).float()
+        zero = half if scalar.signed else scalar.bias
+        return values.sub_(zero) if zero else values
     table = torch.tensor(scalar.values(), dtype=torch.float32, device=codes.device)
     return table.index_select(0, raw.reshape(-1).int()).view(raw.shape)
 
@@ -389,7 +391,7 @@ def _decode_pairs(codes: Tensor, scalar: ScalarType, k: int) -> Tensor:
     one = torch.tensor(scalar.values(), dtype=torch.float32, device=codes.device)
     pairs = torch.stack((one.repeat(16), one.repeat_interleave(16)), 1).view(torch.int64).squeeze(1)
     words = pairs.index_select(0, codes.reshape(-1).int())
-    return words.view(torch.float32).view(codes.shape[0], -1)[:, :k].contiguous()
+    return words.view(torch.float32).view(codes.shape[0], 2 * codes.shape[1])[:, :k].contiguous()
 
 
 def _decode_fp8(raw: Tensor, scalar: ScalarType) -> Tensor:

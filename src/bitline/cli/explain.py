@@ -14,7 +14,7 @@ from bitline.cli.render import table
 from bitline.cli.run import local_path, policy_of
 from bitline.errors import InputError
 from bitline.platform import Platform
-from bitline.select import choose, seconds
+from bitline.select import choose, seconds, short_name
 from bitline.types import LinearSpec
 
 
@@ -50,6 +50,15 @@ def cuts(spec: LinearSpec, tp: int) -> list[tuple[str, LinearSpec]]:
     return [("N", rows), ("K", cols)]
 
 
+def elsewhere(candidates: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Kernels that do not run on the platform at all, by their reason."""
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for c in candidates:
+        if not c["cost_seconds"]:
+            reasons[c["reason"] + (f"; would run on {c['fix']}" if c["fix"] else "")].append(short_name(c["kernel"]))
+    return reasons
+
+
 def show(report: dict[str, Any]) -> None:
     """The report as text: a table of candidates under each distinct layer."""
     out.print(f"[bold]{report['path']}[/] ({report['format']}) on [bold]{report['platform']}[/]", highlight=False)
@@ -60,13 +69,15 @@ def show(report: dict[str, Any]) -> None:
         cut = f", {p['cut']} cut over {report['tp']} ranks" if p["cut"] else ""
         out.print(f"\n[bold]{p['layers']} × {n}×{k}[/] {p['scheme']}{cut} (for example {p['example']})", highlight=False)
         ms = list(p["candidates"][0]["cost_seconds"])
+        here = [c for c in p["candidates"] if c["cost_seconds"]]
         grid = table("", "kernel", *(f"M={m}" for m in ms), "why, and what would change it")
-        for i, c in enumerate(p["candidates"]):
-            costs = [seconds(c["cost_seconds"][m]) if m in c["cost_seconds"] else "-" for m in ms]
+        for i, c in enumerate(here):
             why = "chosen" if i == 0 else c["reason"] + (f"; would run {c['fix']}" if c["fix"] else "")
             mark = "[green]→[/]" if i == 0 else ("[green]yes[/]" if c["ok"] else "[red]no[/]")
-            grid.add_row(mark, c["kernel"], *costs, why or "slower")
+            grid.add_row(mark, short_name(c["kernel"]), *(seconds(c["cost_seconds"][m]) for m in ms), why or "slower")
         out.print(grid)
+        for reason, names in elsewhere(p["candidates"]).items():
+            out.print(f"[red]no[/]  {', '.join(names)}: {reason}", highlight=False)
         if p["note"]:
             out.print(f"[yellow]{p['note']}[/]", highlight=False)
         if p["degraded"]:

@@ -43,7 +43,7 @@ def show(report: dict[str, Any]) -> None:
     """The report as text."""
     out.print(f"[bold]{report['path']}[/]: {report['format'] or 'not quantized'}", highlight=False)
     if report["kinds"]:
-        grid = table("layers", "shape N×K", "format", "scheme", "bits/weight", "size", "for example")
+        grid = table("layers", "N×K", "format", "scheme", "bits", "size", "for example")
         for k in report["kinds"]:
             n, cols = k["shape"]
             grid.add_row(

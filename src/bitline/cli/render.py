@@ -10,7 +10,8 @@ def table(*columns: str) -> Table:
     """A plain table that wraps instead of cutting words off."""
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        grid.add_column(column, overflow="fold")
+        # Names and numbers stay whole; it is the last column, prose or an example, that gives way.
+        grid.add_column(column, overflow="fold", no_wrap=column != columns[-1] and column != "layers")
     return grid
 
 

@@ -18,7 +18,7 @@ from bitline.embedding import QuantEmbedding
 from bitline.generate import encode, generate, load_tokenizer, resolve
 from bitline.model import PlanRow, load_model, plan, quant_linears, quiet_transformers
 from bitline.platform import Platform
-from bitline.select import Policy
+from bitline.select import Policy, short_name
 from bitline.verify import LayerCheck, check_layers
 
 
@@ -130,16 +130,15 @@ def _plan_dict(row: PlanRow) -> dict[str, Any]:
 
 
 def _show_plan(rows: list[PlanRow], network: Any, path: Path, device: torch.device) -> None:
-    out.print(f"[bold]{path.name}[/] on {Platform.detect(device)}, activations {str(network.dtype).removeprefix('torch.')}")
+    out.print(f"[bold]{path.name}[/], activations {str(network.dtype).removeprefix('torch.')}", highlight=False)
+    out.print(f"on {Platform.detect(device)}", highlight=False)
     if not rows:
         out.print("no quantized linear layer in this checkpoint: everything runs as transformers runs it")
         return
-    grid = table("layers", "shape N×K", "format", "scheme", "kernel", "runner-up, and why it lost")
+    grid = table("layers", "N×K", "format", "kernel", "runner-up, and why it lost")
     for row in rows:
-        what = _short(row.names)
-        grid.add_row(
-            what, f"{row.spec.n}×{row.spec.k}", row.format, row.spec.scheme, row.choice.best.name, row.choice.lost_because
-        )
+        shape, kernel = f"{row.spec.n}×{row.spec.k}", short_name(row.choice.best.name)
+        grid.add_row(_short(row.names), shape, row.format, kernel, row.choice.lost_because)
     out.print(grid)
     for row in rows:
         near = row.choice.nearest_fast
@@ -165,10 +164,10 @@ def _show_figures(generation: Any, memory: dict[str, int], loaded: float, checks
     )
     grid.add_row("loaded in", f"{loaded:.1f} s")
     out.print(grid)
-    if not checks:
-        return
-    grid = table("check against the reference", "kernel", "M", "max error", "allowed", "")
-    for c in checks:
-        mark = "[green]ok[/]" if c.ok else "[bold red]FAILED[/]"
-        grid.add_row(c.layer, c.kernel, str(c.m), f"{c.error:.2e}", f"{c.allowed:.2e}", mark)
-    out.print(grid)
+    if checks:
+        out.print("one layer of each shape against the reference:")
+        grid = table("layer", "kernel", "M", "max error", "allowed", "")
+        for c in checks:
+            mark = "[green]ok[/]" if c.ok else "[bold red]FAILED[/]"
+            grid.add_row(c.layer, short_name(c.kernel), str(c.m), f"{c.error:.1e}", f"{c.allowed:.1e}", mark)
+        out.print(grid)

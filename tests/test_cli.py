@@ -1,0 +1,135 @@
+"""The command: every sub-command on a tiny checkpoint, as text and as JSON, and its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tiny import compressed, llama
+
+
+def bitline(*words, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "bitline", *map(str, words)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "COLUMNS": "200", "TERM": "dumb", **env},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    path, _ = compressed(tmp_path_factory.mktemp("tiny"), llama())
+    words = Tokenizer(WordLevel({"<unk>": 0, **{f"w{i}": i for i in range(1, 100)}}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(path)
+    return path
+
+
+def test_help_does_not_import_torch():
+    code = "import sys; sys.argv=['bitline','--help']\nfrom bitline.cli.main import run\ntry: run()\nexcept SystemExit: pass\n"
+    done = subprocess.run([sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("False"), done.stderr
+    assert all(word in done.stdout for word in ("run", "inspect", "explain", "doctor"))
+    assert "bench" not in done.stdout and "convert" not in done.stdout
+
+
+def test_run_prints_plan_answer_figures_and_checks(folder):
+    done = bitline("run", folder, "--prompt", "w5 w9", "-n", 5)
+    assert done.returncode == 0, done.stderr
+    for word in ("pack-quantized", "runner-up", "first token", "tokens/s", "in bf16", "against the reference", "ok"):
+        assert word in done.stdout
+    assert "FAILED" not in done.stdout
+
+
+def test_run_as_json(folder):
+    done = bitline("run", folder, "--prompt", "w5 w9", "-n", 5, "--json", "--dtype", "float32")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["prompt_tokens"] == 2 and 1 <= report["new_tokens"] <= 5
+    assert report["memory_bytes"]["held"] > 0 and report["plan"] and all(c["ok"] for c in report["checks"])
+    assert {(row["shape"][0], row["shape"][1]) for row in report["plan"]} == {(64, 64), (32, 64), (160, 64), (64, 160)}
+
+
+def test_inspect(folder):
+    report = json.loads(bitline("inspect", folder, "--json").stdout)
+    assert report["format"] == "compressed-tensors" and report["layers"] == 14
+    assert sum(k["layers"] for k in report["kinds"]) == 14
+    assert {k["bits"] for k in report["kinds"]} == {4} and all(k["bits_per_weight"] > 4 for k in report["kinds"])
+    text = bitline("inspect", folder)
+    assert text.returncode == 0 and "160×64" in text.stdout
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cpu:avx512,amx", "cuda:sm90", "cuda:sm75", "rocm:gfx942", "rocm:gfx1100", "xpu"])
+def test_explain_on_any_machine(folder, platform):
+    report = json.loads(bitline("explain", folder, "--platform", platform, "--m", "1,16,512", "--json").stdout)
+    assert report["plans"]
+    for plan in report["plans"]:
+        assert plan["candidates"][0]["ok"] and list(plan["candidates"][0]["cost_seconds"]) == ["1", "16", "512"]
+        assert all(c["reason"] for c in plan["candidates"] if not c["ok"])
+
+
+def test_explain_cuts_for_tensor_parallelism(folder):
+    report = json.loads(bitline("explain", folder, "--tp", 2, "--json").stdout)
+    shapes = {(p["cut"], tuple(p["shape"])) for p in report["plans"]}
+    assert ("N", (80, 64)) in shapes and ("K", (160, 32)) in shapes
+    assert "cut over 2 ranks" in bitline("explain", folder, "--tp", 2).stdout
+
+
+def test_explain_as_text_names_reasons(folder):
+    done = bitline("explain", folder, "--platform", "cuda:sm90")
+    assert done.returncode == 0 and "chosen" in done.stdout and "this platform is cuda" in done.stdout
+
+
+def test_doctor():
+    done = bitline("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout
+    reference = next(k for k in report["kernels"] if k["kernel"] == "ReferenceLinearKernel")
+    assert reference["ran"] and reference["ok"] and report["devices"][0]["bandwidth"] > 1e8
+    assert {p["package"] for p in report["packages"]} >= {"triton", "zentorch"}
+    assert "to install" in bitline("doctor").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["run", "/no/such/folder"], 1, "no such file or folder"),
+        (["inspect", "/no/such.gguf"], 1, "no such file or folder"),
+        (["explain", "FOLDER", "--platform", "cuda:sm9x"], 1, "unknown word"),
+        (["explain", "FOLDER", "--platform", "quantum"], 1, "unknown platform"),
+        (["explain", "FOLDER", "--m", "0,1"], 2, "whole numbers"),
+        (["explain", "FOLDER", "--kernel", "Nope"], 1, "not registered"),
+        (["explain", "FOLDER", "--backend", "nope"], 1, "no kernel has"),
+        (["explain", "FOLDER", "--tp", "4096"], 1, "more ranks"),
+        (["run", "FOLDER", "--dtype", "int3"], 1, "unknown --dtype"),
+        (["run", "FOLDER", "--device", "toaster"], 1, "unknown --device"),
+        (["run", "FOLDER", "--prompt", ""], 1, "no tokens"),
+        (["run", "FOLDER", "--chat"], 1, "no chat template"),
+        (["run", "FOLDER", "-n", "5000"], 1, "longer than the model's context"),
+        (["run"], 2, "Missing argument"),
+        (["frobnicate"], 2, "No such command"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else None,
+)
+def test_errors_and_exit_codes(folder, words, code, says):
+    done = bitline(*(str(folder) if w == "FOLDER" else w for w in words))
+    said = " ".join((done.stderr + done.stdout).split())
+    assert done.returncode == code and says in said, said
+    assert "Traceback" not in said
+
+
+def test_errors_as_json(folder):
+    done = bitline("inspect", "/no/such/folder", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert (
+        done.returncode == 1 and error["type"] == "CheckpointError" and error["file"] == "/no/such/folder" and error["expected"]
+    )
+
+
+def test_version():
+    assert bitline("--version").stdout.startswith("bitline 0.")
