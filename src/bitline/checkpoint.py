@@ -1,0 +1,215 @@
+"""open_checkpoint: what a path holds, which reader knows it, and its quantized layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from bitline.errors import BitlineError, CheckpointError, OutOfMemoryError
+from bitline.formats.base import LayerRecord, Reader, TensorSource
+from bitline.formats.config import find_quantization
+from bitline.formats.source import PICKLES, SafetensorsSource, pickle_error
+
+# Modules that have a READER. Readers of one method tell each other apart by their `matches`.
+BUILT_IN = ("gptq", "awq", "compressed_tensors", "gguf")
+# Methods that are known by name and that no reader takes yet.
+NOT_YET = (
+    "aqlm", "auto-round", "bitnet", "bitsandbytes", "eetq", "exl2", "exl3", "fbgemm_fp8", "fp8", "fp_quant", "higgs", "hqq",
+    "inc", "intel/auto-round", "marlin", "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "mxfp4", "mxfp8", "qqq",
+    "quanto", "quark", "quip", "quip_sharp", "spqr", "squeezellm", "torchao", "vptq",
+)  # fmt: skip
+# Names that only quantized layers use: one that no layer claims means that the config does not tell the whole story.
+_PACKED = (".qweight", ".qzeros", ".weight_packed", ".W_q")
+
+_registered: list[Reader] = []
+_T = TypeVar("_T")
+
+
+class Checkpoint:
+    """An opened checkpoint. Its config and headers have been read and checked, its tensors not yet.
+
+    path: what was opened. source: every tensor by name. config: config.json, or {}. format: the name of the reader that
+    knows its quantization ("gptq", "awq", "compressed-tensors", "gguf", …), "" where nothing is quantized.
+    """
+
+    def __init__(self, path: Path, source: TensorSource, reader: Reader | None) -> None:
+        self.path, self.source, self._reader = path, source, reader
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """config.json, or {} where there is none."""
+        return self.source.config
+
+    @property
+    def format(self) -> str:
+        """The name of the reader, "" where nothing is quantized."""
+        return self._reader.name if self._reader else ""
+
+    @property
+    def is_gguf(self) -> bool:
+        """True for a GGUF file, whose names and configuration are not transformers' own."""
+        return hasattr(self.source, "ggml")
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The files' own metadata: a GGUF header's keys, a safetensors header's __metadata__."""
+        return getattr(self.source, "metadata", {})
+
+    def layers(self) -> list[LayerRecord]:
+        """Every quantized linear layer, in file order; an empty list where nothing is quantized.
+
+        Found on the first call and kept. A layer whose tensors contradict each other or the config is a CheckpointError.
+        """
+        return list(self._layers)
+
+    def layer(self, name: str) -> LayerRecord:
+        """One layer by its module's name ("model.layers.0.mlp.down_proj"); a CheckpointError where there is none."""
+        for record in self._layers:
+            if record.name == name:
+                return record
+        near = difflib.get_close_matches(name, [r.name for r in self._layers], 3, 0.5)
+        raise CheckpointError(
+            "no such quantized layer", file=self.path, tensor=name, expected=f"one of {len(self._layers)} layers",
+            fix=f"perhaps {' or '.join(near)}" if near else None,
+        )  # fmt: skip
+
+    def dense_names(self) -> list[str]:
+        """Names of the tensors that belong to no quantized layer: norms, embeddings, layers left in 16 bits."""
+        claimed = {name for record in self._layers for name in record.tensors}
+        return [name for name in self.source.tensors if name not in claimed]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored, memory-mapped where possible; a CheckpointError where there is none of this name."""
+        return self.source.read(name)
+
+    @functools.cached_property
+    def _layers(self) -> tuple[LayerRecord, ...]:
+        reader = self._reader
+        records = [] if reader is None else _guard(lambda: list(reader.layers(self.source)), self.path, reader.name)
+        claimed = {name for record in records for name in record.tensors}
+        for name, info in self.source.tensors.items():
+            if name.endswith(_PACKED) and name not in claimed:
+                raise CheckpointError(
+                    "a quantized tensor that the config does not account for", file=info.file, tensor=name,
+                    found=f"quantization {self.format!r}" if reader else "no quantization config",
+                    fix="the config belongs to another checkpoint, or a side file such as quantize_config.json is missing",
+                )  # fmt: skip
+        return tuple(_guarded(record, self.path) for record in records)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a folder (config.json and *.safetensors, or a single *.gguf), a .safetensors or a .gguf file.
+
+    Reads config and headers, no tensor data. A CheckpointError says what is wrong with the path or the files, or that no
+    reader knows the quantization method.
+    """
+    path = Path(path)
+    source = _guard(lambda: _open_source(path), path, "the file")
+    return Checkpoint(path if source.path.suffix.lower() != ".gguf" else source.path, source, _find_reader(source))
+
+
+def register_format(reader: Reader | type) -> None:
+    """Add a reader, an object of the Reader protocol or a class that makes one; it is asked before the built-in ones.
+
+    One of the same name is replaced. Packages register through entry points of the group "bitline.formats" instead.
+    """
+    made = _made(reader)
+    _registered[:] = [made, *(r for r in _registered if r.name != made.name)]
+
+
+def _made(reader: Any) -> Reader:
+    made = reader() if isinstance(reader, type) else reader
+    lacking = [name for name in ("name", "matches", "layers") if not hasattr(made, name)]
+    if lacking:
+        raise TypeError(f"{reader!r} is no format reader: it lacks {', '.join(lacking)}")
+    return made
+
+
+def _open_source(path: Path) -> TensorSource:
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix.lower() in (".gguf", ".safetensors"))
+        ggufs = [p for p in files if p.suffix.lower() == ".gguf"]
+        if len(ggufs) != 1 or len(files) > 1:
+            if len(ggufs) > 1 and len(ggufs) == len(files):
+                names = ", ".join(p.name for p in ggufs[:4])
+                raise CheckpointError("several GGUF files in one folder", file=path, found=names, fix="name one of them")
+            return SafetensorsSource(path)
+        path = ggufs[0]
+    elif not path.exists():
+        raise CheckpointError("no such file or folder", file=path, expected="a checkpoint folder, a .safetensors or a .gguf file")
+    elif not path.is_file():
+        raise CheckpointError("neither a file nor a folder", file=path)
+    suffix = path.suffix.lower()
+    if suffix == ".gguf":
+        return importlib.import_module("bitline.formats.gguf").GGUFSource(path)
+    if suffix in PICKLES:
+        raise pickle_error(path, path.name)
+    if suffix != ".safetensors":
+        raise CheckpointError(
+            "not a checkpoint by its name", file=path, found=suffix or "no suffix", expected=".safetensors, .gguf or a folder",
+            fix="name the folder that holds config.json" if suffix == ".json" else None,
+        )  # fmt: skip
+    return SafetensorsSource(path)
+
+
+def _readers() -> Iterator[Reader]:
+    """Registered readers, then the built-in ones, then those of installed packages, imported one by one as needed."""
+    yield from _registered
+    for name in BUILT_IN:
+        yield importlib.import_module(f"bitline.formats.{name}").READER
+    for point in entry_points(group="bitline.formats"):
+        try:
+            yield _made(point.load())
+        except Exception as error:  # whatever a package's import raises, its user has to hear which package it was
+            raise BitlineError(f"the format reader {point.name} ({point.value}) cannot be loaded", found=error) from error
+
+
+def _find_reader(source: TensorSource) -> Reader | None:
+    """The reader that takes this checkpoint, None where it is not quantized; otherwise a CheckpointError says why."""
+    config, file = find_quantization(source)
+    for reader in _readers():
+        if _guard(functools.partial(reader.matches, source), source.path, reader.name):
+            return reader
+    method = config.get("quant_method")
+    if not config or method in ("none", "fp16", "bf16"):
+        return None
+    found = f"quant_method {method!r}"
+    if config.get("packing_format"):
+        found += f" with packing_format {config['packing_format']!r}"
+    readers = ", ".join([*(r.name for r in _registered), *BUILT_IN]).replace("_", "-")
+    known = method in NOT_YET
+    raise CheckpointError(
+        f"quantization {method!r} is {'not supported yet' if known else 'not known'}", file=file, found=found,
+        expected=f"one of {readers}" if known else f"one of {readers} (known, not supported yet: {', '.join(NOT_YET)})",
+        fix="convert the model to one of these formats, or register a reader with bitline.register_format",
+    )  # fmt: skip
+
+
+def _guarded(record: LayerRecord, path: Path) -> LayerRecord:
+    """The record with a read that raises nothing but deliberate errors."""
+    read = record.read
+    return dataclasses.replace(record, read=lambda: _guard(read, path, record.name))
+
+
+def _guard(call: Callable[[], _T], path: Path, who: str) -> _T:
+    """What a bad file makes a reader trip over is a bad file's fault and is reported so, never as a bare KeyError."""
+    try:
+        return call()
+    except (BitlineError, MemoryError):
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError, RuntimeError) as error:
+        if type(error) is RuntimeError and "alloc" in str(error):  # how torch says that this machine's memory is full
+            raise OutOfMemoryError(f"no memory to read {who}", file=path, found=error) from error
+        raise CheckpointError(
+            f"{who} cannot be read as what it says it is", file=path, found=f"{type(error).__name__}: {error}",
+            fix="the files are damaged or of an unknown version; if other tools read them, please report it",
+        ) from error  # fmt: skip

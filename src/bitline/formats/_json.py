@@ -1,0 +1,49 @@
+"""JSON from files that may lie: bounded, UTF-8, one object, no key with two meanings. Every failure is a CheckpointError."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bitline.errors import CheckpointError
+
+MAX_CONFIG_BYTES = 64 << 20
+
+
+def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False) -> dict[str, Any]:
+    """The JSON object in `data`. what: what it is, for the message ("header", "config").
+
+    repeats: accept a key that is given twice with equal values, which a config may and a header may not.
+    """
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(items)
+        if len(result) < len(items):
+            seen: dict[str, Any] = {}
+            for key, value in items:
+                if key in seen and not (repeats and seen[key] == value):
+                    raise ValueError(f"the key {key!r} is given twice")
+                seen[key] = value
+        return result
+
+    try:
+        value = json.loads(data.decode("utf-8-sig" if repeats else "utf-8"), object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
+        found = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CheckpointError(f"the {what} is not valid JSON", file=file, found=found, fix="download the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"the {what} is not a JSON object", file=file, found=type(value).__name__)
+    return value
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The JSON object in a config file of at most 64 MiB."""
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError("the config cannot be read", file=file, found=error.strerror) from error
+    if len(data) > MAX_CONFIG_BYTES:
+        raise CheckpointError("the config is too large", file=file, expected=f"at most {MAX_CONFIG_BYTES} bytes")
+    return parse_object(data, file, "config", repeats=True)

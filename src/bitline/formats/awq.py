@@ -1,0 +1,110 @@
+"""AWQ, version gemm: qweight packed along N with columns interleaved by 8, as AutoAWQ, GPTQModel and AutoRound write it.
+
+Zero points are stored as they are. `zero_point: false` does not mean that there are none: where qzeros exist they count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline import types
+from bitline.errors import CheckpointError
+from bitline.formats import _words
+from bitline.formats._intconfig import ModuleSettings, packing
+from bitline.formats._intmodule import IntModule, modules
+from bitline.formats.base import LayerRecord, TensorSource
+from bitline.formats.config import find_quantization
+from bitline.types import LinearSpec
+
+WIDTHS = (4, 5, 6, 7)  # no producer writes AWQ of another width
+
+
+class AWQReader:
+    """Layer records of AWQ gemm checkpoints, and of AutoRound's own in the same layout."""
+
+    name = "awq"
+
+    def matches(self, source: TensorSource) -> bool:
+        """True for quant_method "awq", and "auto-round" with a packing_format that is laid out like it."""
+        config, _ = find_quantization(source)
+        return config.get("quant_method") == "awq" or packing(config) == "awq gemm"
+
+    def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
+        """Every module with a qweight. Of tensor data only the qzeros of configs without zero points are read."""
+        config, file = find_quantization(source)
+        _check(config, file)
+        names = list(modules(source))
+        settings = ModuleSettings(config, file, frozenset(names))
+        label = "awq gemm" if packing(config) is None else "auto-round awq gemm"
+        for base in names:
+            yield _record(IntModule(source, base, settings.of(base), file), label)
+
+
+def _check(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse what is not laid out as version gemm is."""
+    for key in ("version", "checkpoint_format", "format"):
+        value = config.get(key)
+        if value is not None and str(value).lower() != "gemm":
+            raise CheckpointError(
+                f"AWQ {key} {value!r} is not supported yet", file=file, found=repr(value), expected="'gemm'",
+                fix="save or get the model in AWQ's gemm version",
+            )  # fmt: skip
+    act_bits = config.get("act_bits")
+    if isinstance(act_bits, int) and act_bits < 16:
+        raise CheckpointError("AWQ with quantized activations is not supported yet", file=file, found=f"act_bits {act_bits}")
+
+
+def _record(m: IntModule, label: str) -> LayerRecord:
+    if m.width not in WIDTHS:
+        raise m.error(m.qweight, "AWQ of this width is not written by any known tool", f"{m.width} bits", "4, 5, 6 or 7")
+    k, words = m.qweight.shape
+    if words == m.n:
+        raise m.error(
+            m.qweight, "qweight and scales do not fit: AWQ packs along N",
+            f"qweight {[k, words]}, scales {list(m.scales.shape)}",
+            f"{-(-m.n * m.width // 32)} columns (GPTQ packs along K: quant_method may be wrong)",
+        )  # fmt: skip
+    m.check_bits(m.qweight, words)
+    m.check_zeros()
+    if m.n % 8:
+        raise m.error(m.qweight, "AWQ interleaves columns by 8", f"{m.n} columns", "a multiple of 8")
+    block = m.block(k)
+    symmetric = _symmetric(m)
+    spec = LinearSpec(
+        m.n, k, types.unsigned(m.width, symmetric=symmetric), block, scale_dtype=m.scales.dtype,
+        zero="none" if symmetric else "int", bias=m.bias is not None,
+    )  # fmt: skip
+
+    def read() -> dict[str, Tensor | None]:
+        packed = m.read("qweight")
+        codes = _words.awq_codes(packed, m.n) if m.width == 4 else _words.awq_stream_codes(packed, m.width, m.n)
+        return {"codes": codes, "zero": None if symmetric else _zeros(m)}
+
+    return m.record(label, spec, read)
+
+
+def _symmetric(m: IntModule) -> bool:
+    """True where every zero point is the middle one: there are no qzeros, or the config promises it and they agree."""
+    if m.qzeros is None:
+        if not m.settings.symmetric:
+            m.need("qzeros", (torch.int32,))
+        return True
+    if not m.settings.symmetric:
+        return False
+    if bool((_zeros(m) == 1 << (m.width - 1)).all()):
+        return True
+    m.oddities.append("the config says that there are no zero points, but qzeros hold some: they are used")
+    return False
+
+
+def _zeros(m: IntModule) -> Tensor:
+    """qzeros int32 [G, n*width/32] to zero points uint8 [n, G]."""
+    return _words.awq_columns(_words.unpack_words(m.read("qzeros"), m.width, m.n)).t().contiguous()
+
+
+READER = AWQReader()

@@ -1,0 +1,173 @@
+"""GPTQ: qweight packed along K, as AutoGPTQ, GPTQModel and AutoRound write it, with v1 and v2 zero points.
+
+v1 stores a zero point minus one, v2 stores it as it is. Symmetric checkpoints have the middle zero whatever is stored:
+some are labelled v1 and stored as v2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline import bits, types
+from bitline.errors import CheckpointError
+from bitline.formats import _words
+from bitline.formats._intconfig import ModuleSettings, packing
+from bitline.formats._intmodule import IntModule, modules
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
+from bitline.formats.config import find_quantization
+from bitline.types import LinearSpec
+
+FORMATS = ("gptq", "gptq_v2", "gptq_p")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """label: for people. minus_one: zero points are stored minus one. planar: widths whose words are bit planes."""
+
+    label: str
+    minus_one: bool
+    planar: tuple[int, ...] = ()
+
+
+class GPTQReader:
+    """Layer records of GPTQ checkpoints, and of AutoRound's own in the same layout."""
+
+    name = "gptq"
+
+    def matches(self, source: TensorSource) -> bool:
+        """True for quant_method "gptq", and "auto-round" with a packing_format that is laid out like it."""
+        config, _ = find_quantization(source)
+        return config.get("quant_method") == "gptq" or (packing(config) or "").startswith("gptq")
+
+    def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
+        """Every module with a qweight. Of tensor data only g_idx and one row of symmetric qzeros are read."""
+        config, file = find_quantization(source)
+        names = list(modules(source))
+        layout, settings = _layout(config, file), ModuleSettings(config, file, frozenset(names))
+        for base in names:
+            yield _record(IntModule(source, base, settings.of(base), file), layout)
+
+
+def _layout(config: Mapping[str, Any], file: Path) -> Layout:
+    """The layout that the config names; what is not laid out in one of the known ways is refused."""
+    known = packing(config)
+    if known is not None:
+        act_bits = config.get("act_bits")
+        if isinstance(act_bits, int) and act_bits < 16:
+            raise _refused(file, "AutoRound's GPTQ layout with quantized activations", f"act_bits {act_bits}")
+        return Layout(f"auto-round {known}", known == "gptq v1")  # AutoRound's 5, 6 and 7 bits are a bit stream
+    words = config.get("pack_dtype")
+    if words is not None and str(words).removeprefix("torch.") != "int32":
+        raise _refused(file, "words of this size", f"pack_dtype {words!r}", "int32")
+    named = [str(config[key]).lower() for key in ("checkpoint_format", "format") if config.get(key) is not None]
+    if len(set(named)) > 1:
+        raise CheckpointError(
+            "checkpoint_format and format contradict each other", file=file, found=" and ".join(named), expected="one of them"
+        )
+    label = named[0] if named else "gptq"
+    if config.get("is_marlin_format") is True:
+        label = "marlin"
+    if label not in FORMATS:
+        raise _refused(file, "this checkpoint_format of GPTQ", repr(label), ", ".join(FORMATS))
+    if label == "gptq_p":
+        return Layout("gptq planar", False, (3, 5, 6, 7))
+    return Layout("gptq v1" if label == "gptq" else "gptq v2", label == "gptq", (5, 6, 7))
+
+
+def _refused(file: Path, what: str, found: str, expected: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        f"{what} is not supported yet", file=file, found=found, expected=expected, fix="save the model in checkpoint_format gptq"
+    )
+
+
+def _record(m: IntModule, layout: Layout) -> LayerRecord:
+    k, block = _shape(m)
+    g_idx = m.find("g_idx")
+    perm = groups = None
+    if g_idx is not None:
+        perm, groups = _order(m, g_idx, k, block[1])
+        if perm is not None and not m.settings.act_order:
+            m.oddities.append("g_idx holds an activation order that the config does not mention")
+    elif m.settings.act_order and m.groups > 1:
+        m.oddities.append("the config says desc_act, but there is no g_idx: columns are taken in order")
+    symmetric, planar = m.settings.symmetric, m.width in layout.planar
+    if symmetric:
+        _note_zeros(m, planar)
+    elif m.qzeros is None:
+        m.need("qzeros", (torch.int32,))
+    spec = LinearSpec(
+        m.n, k, types.unsigned(m.width, symmetric=symmetric), block, scale_dtype=m.scales.dtype,
+        zero="none" if symmetric else "int", act_order=perm is not None, ragged=groups is not None, bias=m.bias is not None,
+    )  # fmt: skip
+
+    def read() -> dict[str, Tensor | None]:
+        words = m.read("qweight")
+        codes = _words.planar_codes(words, m.width, k) if planar else _words.transpose_words(words)
+        if perm is not None:
+            codes = bits.take(codes, m.width, k, perm.long())
+        zero = None if symmetric else _zeros(m.read("qzeros"), m.width, m.n, layout, planar)
+        return {"codes": codes, "zero": zero, "perm": perm, "group_index": groups}
+
+    return m.record(layout.label, spec, read)
+
+
+def _shape(m: IntModule) -> tuple[int, tuple[int, int]]:
+    """K and the block of one scale, with every tensor's shape held against the others and against the config."""
+    rows, n = m.qweight.shape
+    if n != m.n:
+        raise m.error(
+            m.qweight, "qweight and scales do not fit: GPTQ packs along K", f"qweight {[rows, n]}, scales {list(m.scales.shape)}",
+            f"{m.n} columns in both (AWQ packs along N: quant_method may be wrong)",
+        )  # fmt: skip
+    m.check_zeros()
+    whole = m.width if 32 % m.width else 1  # 32 codes of 3 bits are 3 words
+    if rows % whole:
+        raise m.error(
+            m.qweight, f"qweight's rows do not hold whole blocks of {m.width}-bit codes", rows, f"a multiple of {whole}"
+        )
+    k = rows * 32 // m.width
+    index = m.source.tensors.get(f"{m.base}.g_idx")
+    if index is not None and (index.shape != (k,) or index.dtype not in (torch.int32, torch.int64)):
+        raise m.error(
+            index, "g_idx does not fit qweight", f"{index.dtype} {list(index.shape)}",
+            f"int32 [{k}]: {rows} words of {m.width}-bit codes, as bits = {m.width} in {m.config_file.name} means",
+        )  # fmt: skip
+    return k, m.block(k)
+
+
+def _order(m: IntModule, info: TensorInfo, k: int, size: int) -> tuple[Tensor | None, Tensor | None]:
+    try:
+        return _words.column_order(m.read("g_idx"), size, m.groups)
+    except ValueError as error:
+        raise m.error(info, "g_idx names a group that does not exist", error, f"0..{m.groups - 1}") from error
+
+
+def _note_zeros(m: IntModule, planar: bool) -> None:
+    """A symmetric weight's qzeros are not used. Where their first row is not what anyone stores, the user should know."""
+    if m.qzeros is None:
+        return
+    row = _words.unpack_words(m.read("qzeros")[:1], m.width, m.n, planar=planar)
+    low, high, middle = int(row.min()), int(row.max()), 1 << (m.width - 1)
+    if low != high or low not in (middle, middle - 1):
+        found = low if low == high else f"{low} to {high}"
+        m.oddities.append(f"sym is true, so the zero point is {middle}; qzeros, which are not used, hold {found}")
+
+
+def _zeros(words: Tensor, width: int, n: int, layout: Layout, planar: bool) -> Tensor:
+    """qzeros int32 [G, n*width/32] to zero points uint8 [n, G]."""
+    if not layout.minus_one:
+        return _words.unpack_words(words, width, n, planar=planar).t().contiguous()
+    if 32 % width == 0:
+        # Producers subtract from whole words, so a zero of 0 borrows from its neighbour: only this gives it back.
+        return _words.unpack_words(_words.add_to_words(words, width), width, n).t().contiguous()
+    fields = _words.unpack_words(words, width, n, planar=planar)
+    return ((fields + 1) & ((1 << width) - 1)).t().contiguous()
+
+
+READER = GPTQReader()
