@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bitline import bits
 from bitline.activations import fake_quantize
+from bitline.kernels import cpu_costs
 from bitline.kernels.base import Kernel, Packed, matmul_rate, roofline
 from bitline.platform import Platform, cpu_features
 from bitline.types import YES, LinearSpec, Verdict
@@ -56,7 +57,12 @@ class ReferenceLinearKernel(Kernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """Each weight is read, written and read again as float32 by about four passes of elementwise work."""
+        """On a CPU the measured passes over the weight; elsewhere four, each of which reads and writes it as float32."""
+        if platform.vendor == "cpu":
+            weights = spec.n * spec.k
+            chunk = bits.rows_per_chunk(spec.k) * spec.k
+            seconds = cpu_costs.dequantize(spec, platform, chunk) + cpu_costs.product(weights, m, spec.act_dtype, platform)
+            return seconds + cpu_costs.quantized_input(spec, platform, m)
         passes = 4 * 8 * spec.n * spec.k / platform.rates.bandwidth
         return passes + roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=matmul_rate(spec, platform))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bitline.activations import fake_quantize
-from bitline.kernels import int4pack
+from bitline.kernels import cpu_costs, int4pack
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.integers import Integers, integers
 from bitline.platform import Platform, cpu_features
@@ -19,6 +19,9 @@ from bitline.types import YES, LinearSpec, ScalarType, Verdict, no
 from bitline.weight import QuantizedWeight
 
 GROUPS = (256, 128, 64, 32)  # what the operator takes
+# Measured seconds a weight on two cores (docs/performance.md), without and with AMX: the operator's first row, each row of
+# many, and a row of torch's matrix product.
+ONE_ROW, EACH_ROW, PRODUCT_ROW = (12.5e-12, 26e-12), (5.55e-12, 11.6e-12), (2.1e-12, 1.1e-12)
 PANEL = 1 << 21  # weights dequantized at a time: 4 MiB of bfloat16, which a last-level cache holds
 
 
@@ -107,13 +110,13 @@ class TorchInt4PackLinearKernel(Kernel):
         nibbles = _nibbles(spec.weight)
         planes = 1 if nibbles is None else nibbles.planes
         n, k = _padded(spec)
-        amx = "amx" in platform.features
+        amx, share = "amx" in platform.features, cpu_costs.share(platform)
+        extra = cpu_costs.CALL + cpu_costs.quantized_input(spec, platform, m)
         if m < _switch(n * k * planes, planes, amx):
-            rates = (85e9, 21e9) if amx else (170e9, 85e9)
-            rate = min(m, 4) * rates[1] if m > 1 else rates[1]
-            seconds = max(2.0 * planes * m * n * k / rate, cls.packed_bytes(spec) / platform.rates.bandwidth)
-            return seconds + platform.rates.launch
-        return _panel_seconds(n * k, amx) + 2.0 * m * n * k / platform.rates.bf16
+            work = planes * n * k * max(ONE_ROW[amx], m * EACH_ROW[amx]) * share
+            return max(work, cls.packed_bytes(spec) / platform.rates.bandwidth) + extra
+        product = cpu_costs.product(n * k, m, torch.bfloat16, platform)
+        return _panel_seconds(n * k, planes, amx) * share + product + extra
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
@@ -194,14 +197,16 @@ def _fill_scales(out: Tensor, part: QuantizedWeight, nibbles: Nibbles, g: int) -
 
 
 def _switch(weights: int, planes: int, amx: bool) -> float:
-    """The number of rows from which panels are faster, by the measured costs of both (docs/performance.md)."""
-    per_row = (planes * 11.6e-12 - 1.1e-12) if amx else (planes * 5.55e-12 - 2.1e-12)
-    return _panel_seconds(weights // planes, amx) / (per_row * (weights // planes))
+    """The number of rows from which panels are faster, by the measured costs of both; `weights` counts each plane."""
+    weights //= planes
+    per_row = planes * EACH_ROW[amx] - PRODUCT_ROW[amx]
+    return (_panel_seconds(weights, planes, amx) + weights * 3e-11) / (per_row * weights)
 
 
-def _panel_seconds(weights: int, amx: bool) -> float:
-    """Seconds to dequantize: about a dozen calls a panel, and five passes over it."""
-    return 90e-6 * -(-weights // PANEL) + weights * (2.6e-10 if amx else 1.9e-10)
+def _panel_seconds(weights: int, planes: int, amx: bool) -> float:
+    """Seconds to dequantize on two cores: a dozen calls a panel, and five passes over it."""
+    each = (1.9e-10, 2.4e-10)[planes - 1] * (1.3 if amx else 1.0)
+    return 70e-6 * -(-weights // PANEL) + weights * each
 
 
 def _by_panels(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from bitline.activations import fake_quantize
+from bitline.kernels import cpu_costs
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
 from bitline.platform import Platform, cpu_features
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
+# Measured seconds a weight on two cores (docs/performance.md), without and with AMX: the operator's first row, each
+# further row, and a row of torch's matrix product.
+ONE_ROW, EACH_ROW, PRODUCT_ROW = (11.5e-12, 31e-12), (5.9e-12, 30e-12), (2.1e-12, 1.1e-12)
 PANEL = 1 << 21  # weights dequantized at a time: 4 MiB of bfloat16, which a last-level cache holds
 
 
@@ -78,12 +82,12 @@ class TorchInt8PackLinearKernel(Kernel):
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """The operator below the switch, a dequantization and a matrix product above it."""
-        weights, amx = spec.n * spec.k, "amx" in platform.features
+        weights, amx, share = spec.n * spec.k, "amx" in platform.features, cpu_costs.share(platform)
+        extra = cpu_costs.CALL + cpu_costs.quantized_input(spec, platform, m)
         if m < _switch(weights, amx):
-            per_row, one_row = (12e-12, 31e-12) if amx else (5.4e-12, 11.5e-12)
-            work = weights * max(one_row, m * per_row) * 2 / platform.cores
-            return max(work, cls.packed_bytes(spec) / platform.rates.bandwidth) + platform.rates.launch
-        return (_panel_seconds(weights, amx)) * 2 / platform.cores + 2.0 * m * weights / platform.rates.bf16
+            read = max(cls.packed_bytes(spec) / platform.rates.bandwidth, weights * ONE_ROW[amx] * share)
+            return read + weights * (m - 1) * EACH_ROW[amx] * share + extra
+        return _panel_seconds(weights, amx) * share + cpu_costs.product(weights, m, torch.bfloat16, platform) + extra
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
@@ -102,13 +106,13 @@ def one_scale_a_row(spec: LinearSpec) -> Verdict:
 
 
 def _switch(weights: int, amx: bool) -> float:
-    """The number of rows from which panels are faster, by the measured costs of both (docs/performance.md)."""
-    return _panel_seconds(weights, amx) / (weights * (11e-12 if amx else 3.3e-12))
+    """The number of rows from which panels are faster, by the measured costs of both."""
+    return (_panel_seconds(weights, amx) + weights * 3e-11) / (weights * (EACH_ROW[amx] - PRODUCT_ROW[amx]))
 
 
 def _panel_seconds(weights: int, amx: bool) -> float:
     """Seconds to dequantize on two cores."""
-    return 30e-6 * -(-weights // PANEL) + weights * (1.6e-10 if amx else 1.15e-10)
+    return 45e-6 * -(-weights // PANEL) + weights * 1.2e-10 * (1.3 if amx else 1.0)
 
 
 def _by_panels(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bitline.activations import quantize_input
+from bitline.kernels import cpu_costs
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
 from bitline.kernels.torch_int8_cpu import one_scale_a_row
@@ -99,14 +100,13 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """The product, the input's quantization and the scaling of the sums."""
-        rates = platform.rates
-        product = roofline(spec, platform, m, weight_bytes=cls.packed_bytes(spec), rate=rates.int8)
-        passes = 4 * m * (6 * spec.k + 4 * spec.n) / (rates.bandwidth * (3 if platform.vendor == "cpu" else 1))
+        product = roofline(spec, platform, m, weight_bytes=cls.packed_bytes(spec), rate=platform.rates.int8)
+        passes = 4 * m * (6 * spec.k + 4 * spec.n)  # bytes of float32 and int32
         if platform.vendor != "cpu":
-            return product + passes + 12 * rates.launch
+            return product + passes / platform.rates.bandwidth + 12 * platform.rates.launch
         if m > 8 or (m > 1 and "amx" in platform.features):  # oneDNN re-lays the weight in each call
-            product += spec.n * spec.k * 6e-11 * 2 / platform.cores
-        return product + passes + 20 * rates.launch
+            product += spec.n * spec.k * 5e-11 * cpu_costs.share(platform)
+        return product + passes / (3 * platform.rates.bandwidth) + 6 * cpu_costs.CALL
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
