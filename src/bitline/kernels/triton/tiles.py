@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 PANEL_ELEMENTS = 1 << 25  # weights that are dequantized at a time: 64 MiB in 16 bits
+WORD_BYTES = 64  # packed bytes of one row in one chunk of K
 
 
 class Tile(NamedTuple):
@@ -20,6 +21,10 @@ class Tile(NamedTuple):
     stages: int
     splits: int = 1
 
+    def shared_bytes(self, chunk: int, itemsize: int) -> int:
+        """Shared memory of one program, from above: every stage of a tile of x and of packed words."""
+        return self.stages * self.slices * (chunk * self.bm * itemsize + self.bn * WORD_BYTES)
+
 
 def fused_limit(dtype: torch.dtype) -> int:
     """The most rows of x for which the fused kernel is faster than dequantizing to scratch and torch's product."""
@@ -27,15 +32,55 @@ def fused_limit(dtype: torch.dtype) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tile(m: int, n: int, chunks: int, dtype: torch.dtype, device: str) -> Tile:
-    """The tile for x [m, K] and W [n, K] of that many chunks."""
+def choose_tile(m: int, n: int, chunks: int, chunk: int, dtype: torch.dtype, corrected: bool, nvidia: bool, shared: int) -> Tile:
+    """The tile for x [m, K] and W [n, K] of `chunks` chunks of `chunk` columns.
+
+    corrected: with zero points or offsets, which need a second set of sums. shared: bytes that one program may take.
+    """
     if dtype == torch.float32:
-        return Tile(4, 16, 16, 4, 2)
-    if m <= 16:
-        bm = 8 if m <= 8 and device == "cuda" and not torch.version.hip else 16
-        return Tile(8, 16, bm, 8, 3) if n <= 8192 else Tile(4, 32, bm, 4, 3)
-    if m <= 32:
-        return Tile(4, 32, 32, 4, 2)
-    if m <= 64:
-        return Tile(1, 64, 64, 4, 3, min(chunks, 4 if n <= 8192 else 1))
-    return Tile(1, 128, 64, 8, 3, min(chunks, 4 if n <= 8192 else 1))
+        tile = Tile(4, 16, 16, 4, 2)
+    elif m <= 8:
+        tile = _decode(n, chunks)
+    elif m <= 16:
+        tile = _sixteen(n, chunks)
+    else:
+        tile = _prompt(m, n, 64 if corrected else 128)  # 128 columns of two sums do not fit the registers
+    if chunk > 128 and tile.bn > 64:
+        tile = tile._replace(bn=64, warps=4)  # twice the columns of 2-bit chunks: half the rows
+    if not nvidia:
+        tile = tile._replace(bm=max(16, tile.bm), stages=2)  # the narrowest matrix instruction of the others is 16 wide
+    tile = tile._replace(splits=max(1, min(tile.splits, chunks // tile.slices)))
+    while tile.shared_bytes(chunk, dtype.itemsize) > shared and tile.stages > 1:
+        tile = tile._replace(stages=tile.stages - 1)
+    while tile.shared_bytes(chunk, dtype.itemsize) > shared and tile.bm > 16:
+        tile = tile._replace(bm=tile.bm // 2)
+    return tile
+
+
+def _decode(n: int, chunks: int) -> Tile:
+    """Up to 8 rows: programs whose warps share out K, one pass, until W is large enough to fill the device by rows."""
+    if n > 8192:
+        return Tile(1, 128, 8, 4, 3, 4) if chunks >= 16 else Tile(1, 64, 8, 4, 3)
+    if chunks <= 8:
+        return Tile(8, 16, 8, 8, 2)
+    if chunks > 64:
+        return Tile(2, 32, 8, 2, 3, 8 if n <= 4608 else 4)
+    if n > 4608:
+        return Tile(4, 16, 8, 4, 3)
+    return Tile(8, 16, 8, 8, 3, 2 if n <= 1024 else 1)
+
+
+def _sixteen(n: int, chunks: int) -> Tile:
+    if n > 8192:
+        return Tile(1, 128, 16, 4, 3, 4) if chunks >= 16 else Tile(1, 64, 16, 4, 3)
+    return Tile(1, 32, 16, 2, 3, 16) if n <= 2048 else Tile(1, 64, 16, 2, 3, 8)
+
+
+def _prompt(m: int, n: int, widest: int) -> Tile:
+    """More rows: the widest matrix instructions, and as many splits of K as it takes to occupy the device."""
+    bm = 32 if m <= 32 else 64 if m <= 64 else widest
+    programs = -(-n // 128) * -(-m // bm)
+    splits = 8
+    while splits > 1 and splits * programs > (256 if m <= 64 else 132):
+        splits //= 2
+    return Tile(1, 128, bm, 4 if m <= 64 else 8, 3, splits)

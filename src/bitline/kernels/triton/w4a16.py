@@ -48,7 +48,9 @@ class TritonW4A16LinearKernel(Kernel):
     def can_implement(cls, spec: LinearSpec) -> Verdict:
         """Weight-only 2, 4 and 8 bits: every shape, group size, zero point, offset, column order and cut."""
         if spec.act is not None:
-            return no(f"the input is to be quantized ({spec.act}); this kernel is weight-only", "a weight-only scheme, such as W4A16")
+            return no(
+                f"the input is to be quantized ({spec.act}); this kernel is weight-only", "a weight-only scheme, such as W4A16"
+            )
         if spec.weight.kind != "int":
             return no(f"weight type {spec.weight} is not an integer", "2-, 4- or 8-bit integers")
         if spec.weight.bits not in (2, 4, 8):
@@ -85,7 +87,10 @@ class TritonW4A16LinearKernel(Kernel):
             return x.new_empty(0, spec.n)
         if m > fused_limit(x.dtype):
             return _by_panels(x, packed, bias, spec)
-        return _fused(x, packed, bias, spec, choose_tile(m, spec.n, packed[0].shape[0], x.dtype, x.device.type))
+        nvidia, shared = _machine(x.device)
+        chunk = _layout(spec).chunk
+        tile = choose_tile(m, spec.n, packed[0].shape[0], chunk, x.dtype, spec.zero != "none", nvidia, shared)
+        return _fused(x, packed, bias, spec, tile)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
@@ -220,14 +225,23 @@ def _interpreted() -> bool:
     return env.triton_interpret()
 
 
+@functools.cache
+def _machine(device: torch.device) -> tuple[bool, int]:
+    """Whether it is NVIDIA's (or the interpreter), and the shared memory that one program may take."""
+    if device.type == "cuda" and not torch.version.hip:
+        properties: Any = torch.cuda.get_device_properties(device)
+        return True, int(properties.shared_memory_per_block_optin)
+    return device.type == "cpu", 64 * 1024
+
+
 @functools.lru_cache(maxsize=4096)
-def _constants(spec: LinearSpec, bias: bool, tile: Tile, chunks: int, vendor: str) -> dict[str, Any]:
+def _constants(spec: LinearSpec, bias: bool, tile: Tile, chunks: int, pair_bfloat: bool) -> dict[str, Any]:
     """The compile-time arguments of `gemm_kernel`; looked up once per layer, bias and tile."""
     layout = _layout(spec)
     even = layout.regular and not spec.act_order and layout.shift == 0 and spec.k == chunks * layout.chunk
     even = even and chunks % (tile.slices * tile.splits) == 0
     bfloat = spec.act_dtype == torch.bfloat16
-    pairs = (bfloat and layout.bits <= 4 and vendor == "cuda" and not _interpreted()) or spec.act_dtype == torch.float16
+    pairs = (bfloat and layout.bits <= 4 and pair_bfloat) or spec.act_dtype == torch.float16
     return {
         "BITS": layout.bits, "GROUP": layout.group, "SPAN": layout.span, "MIDDLE": layout.middle, "ADJUST": layout.adjust,
         "HAS_ZERO": spec.zero == "int", "HAS_OFFSET": spec.zero == "float",
@@ -237,14 +251,11 @@ def _constants(spec: LinearSpec, bias: bool, tile: Tile, chunks: int, vendor: st
     }  # fmt: skip
 
 
-def _vendor() -> str:
-    return "rocm" if torch.version.hip else "cuda"
-
-
 def _fused(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec, tile: Tile) -> Tensor:
     codes, scale, zero, offset, perm = packed
     m, n, chunks = x.shape[0], spec.n, codes.shape[0]
-    constants = _constants(spec, bias is not None, tile, chunks, _vendor())
+    # AMD and Intel have no packed bfloat16 arithmetic to speak of, the interpreter none at all.
+    constants = _constants(spec, bias is not None, tile, chunks, x.is_cuda and not torch.version.hip)
     # The interpreter's own rounding to bfloat16 is not to nearest; torch's is.
     y = torch.empty(m, n, dtype=torch.float32 if _interpreted() else x.dtype, device=x.device)
     split = tile.splits > 1
@@ -278,7 +289,7 @@ def _by_panels(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: L
         stop = min(r + rows, spec.n)
         _device().dequantize_kernel[(-(-(stop - r) // block), codes.shape[0])](
             codes, scale, zero, offset, panel, spec.n, k, shift, r, stop, scale.shape[0],
-            BITS=layout.bits, GROUP=layout.group, MIDDLE=layout.middle, ADJUST=layout.adjust,
+            BITS=layout.bits, GROUP=layout.group, SPAN=layout.span, MIDDLE=layout.middle, ADJUST=layout.adjust,
             HAS_ZERO=spec.zero == "int", HAS_OFFSET=spec.zero == "float", BN=block, num_warps=4,
         )  # fmt: skip
         w = panel[: stop - r].to(x.dtype).t()

@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: SIM300  (compile-time names are upper case, which the rule takes for constants on the wrong side)
 """Device code of TritonW4A16LinearKernel: one source for NVIDIA, AMD and Intel, no inline assembly, no atomics.
 
 Packed layout: `codes` int32 [chunks, N, 16]. A chunk is 512/BITS columns of K; word j of a row holds, in field f of its
@@ -57,9 +59,7 @@ def _chunk(
 ):  # fmt: skip
     """All fields side by side: code - MIDDLE in DTYPE, [S, BN, 512 // BITS]. Only register renaming, no data moves."""
     if BITS == 8:
-        w = tl.join(
-            _columns(words, 0, 8, S, BN, DTYPE, MIDDLE, PAIRS), _columns(words, 1, 8, S, BN, DTYPE, MIDDLE, PAIRS)
-        )
+        w = tl.join(_columns(words, 0, 8, S, BN, DTYPE, MIDDLE, PAIRS), _columns(words, 1, 8, S, BN, DTYPE, MIDDLE, PAIRS))
         return tl.reshape(tl.permute(w, (0, 1, 3, 2)), (S, BN, 64))
     elif BITS == 4:
         a = tl.join(_columns(words, 0, 4, S, BN, DTYPE, MIDDLE, PAIRS), _columns(words, 2, 4, S, BN, DTYPE, MIDDLE, PAIRS))
@@ -127,6 +127,7 @@ def gemm_kernel(
     added up at the end (by different warps, where S is the number of warps). EVEN: no column needs a mask.
     With SPLIT, out is float32 [splits, M, N] and `reduce_kernel` finishes; else out is y [M, N] with the bias added.
     """
+    POLICY: tl.constexpr = "evict_first"
     FIELDS: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = 32 * FIELDS
     CORRECTED: tl.constexpr = HAS_ZERO or HAS_OFFSET
@@ -141,7 +142,9 @@ def gemm_kernel(
     last = tl.minimum(first + chunks_per_split, chunks)
     slices = tl.arange(0, S)
     k_in = tl.arange(0, WIDTH)[None, :, None]
-    x_rows = x_ptr + tl.minimum(cols, M - 1).to(tl.int64)[None, None, :] * K
+    x_rows = x_ptr + cols.to(tl.int64)[None, None, :] * K
+    # Not repeated: eight readers of one line of x in every program would queue for it in the L2 cache.
+    col_ok = (cols < M)[None, None, :]
     tile = codes_ptr + (row[None, :, None] * 16 + tl.arange(0, 16)[None, None, :])
     ones = tl.full((S, BN, WIDTH), 1.0, tl.float32).to(DTYPE)
     none = tl.zeros((S, BN, BM), tl.float32)
@@ -152,18 +155,18 @@ def gemm_kernel(
         chunk = c + slices
         if not EVEN:
             chunk = tl.minimum(chunk, chunks - 1)  # past the end x is zero
-        words = tl.load(tile + chunk.to(tl.int64)[:, None, None] * (N * 16)).to(tl.uint32, bitcast=True)
+        words = tl.load(tile + chunk.to(tl.int64)[:, None, None] * (N * 16), eviction_policy=POLICY).to(tl.uint32, bitcast=True)
         for f in tl.static_range(CHUNK // WIDTH):
             k = (c + slices)[:, None, None] * CHUNK + f * WIDTH + k_in
             if EVEN:
-                x = tl.load(x_rows + k)
+                x = tl.load(x_rows + k, mask=col_ok, other=0.0)
             else:
                 inside = k < last * CHUNK
                 if HAS_PERM:
                     k = tl.load(perm_ptr + k, mask=inside, other=K)
                 else:
                     k -= shift
-                x = tl.load(x_rows + k, mask=inside & (k >= 0) & (k < K), other=0.0)
+                x = tl.load(x_rows + k, mask=col_ok & inside & (k >= 0) & (k < K), other=0.0)
             if WIDTH == CHUNK:
                 w = _chunk(words, BITS, S, BN, DTYPE, MIDDLE, PAIRS)
             else:
@@ -226,7 +229,7 @@ def reduce_kernel(parts_ptr, bias_ptr, out_ptr, size, N, SPLITS: tl.constexpr, H
 def dequantize_kernel(
     codes_ptr, scale_ptr, zero_ptr, offset_ptr, out_ptr,
     N, K, shift, first_row, last_row, groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr, ADJUST: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, MIDDLE: tl.constexpr, ADJUST: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Rows [first_row, last_row) of W as out [rows, K], computed in float32 and rounded once; program ids are (n, chunk).
@@ -235,23 +238,27 @@ def dequantize_kernel(
     """
     FIELDS: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = 32 * FIELDS
+    WIDTH: tl.constexpr = CHUNK if SPAN == CHUNK else 32
     rows = first_row + tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(rows, N - 1)
     c = tl.program_id(1)
     tile = codes_ptr + c.to(tl.int64) * N * 16 + (row[:, None] * 16 + tl.arange(0, 16)[None, :])
     words = tl.reshape(tl.load(tile).to(tl.uint32, bitcast=True), (1, BN, 16))
     out_rows = out_ptr + (rows - first_row).to(tl.int64)[:, None] * K
-    for f in tl.static_range(FIELDS):
+    for f in tl.static_range(CHUNK // WIDTH):
         group = tl.zeros((1,), tl.int32)
         if GROUP != 0:
-            group += tl.minimum((c * CHUNK + f * 32) // GROUP, groups - 1)
+            group += tl.minimum((c * CHUNK + f * WIDTH) // GROUP, groups - 1)
         scale = _per_row(scale_ptr, group, row, N)
-        w = _columns(words, f, BITS, 1, BN, tl.float32, MIDDLE, False)
+        if WIDTH == CHUNK:
+            w = _chunk(words, BITS, 1, BN, tl.float32, MIDDLE, False)
+        else:
+            w = _columns(words, f, BITS, 1, BN, tl.float32, MIDDLE, False)
         if HAS_ZERO:
             w += ADJUST - _per_row(zero_ptr, group, row, N)
         w = w * scale
         if HAS_OFFSET:
             w += _per_row(offset_ptr, group, row, N)
-        k = c * CHUNK + f * 32 + tl.arange(0, 32) - shift
+        k = c * CHUNK + f * WIDTH + tl.arange(0, WIDTH) - shift
         ok = (rows < last_row)[:, None] & ((k >= 0) & (k < K))[None, :]
-        tl.store(out_rows + k[None, :], tl.reshape(w, (BN, 32)).to(out_ptr.dtype.element_ty), mask=ok)
+        tl.store(out_rows + k[None, :], tl.reshape(w, (BN, WIDTH)).to(out_ptr.dtype.element_ty), mask=ok)

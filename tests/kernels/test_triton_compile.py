@@ -1,0 +1,25 @@
+"""The Triton kernels compile for every kind of GPU, within its shared memory, and on sm_90 without a spill. No GPU needed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1100", "gfx1201"])
+def test_compiles(target, tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("triton_targets.py")
+    done = subprocess.run([sys.executable, script, target], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) >= 9
+    for kernel in found:
+        assert kernel["shared"] <= kernel["limit"], kernel
+        if target == "sm_90" and kernel["usage"] is not None:
+            assert kernel["usage"][1] == 0, f"{kernel['kernel']} spills"
