@@ -47,6 +47,12 @@ def test_int8_per_token(symmetric):
     assert bool((error[~tied] < 1e-3).all()) and bool((error[tied] < 1.001).all())
 
 
+def test_an_asymmetric_zero_is_rounded():
+    _, scale, zero = quantize_input(torch.tensor([[-0.99, 2.0], [1.0, 2.0], [-2.0, -1.0]]), ActSpec(types.int8, symmetric=False))
+    assert zero.flatten().tolist() == [-44, -128, 127]  # -128 + 0.99 / (2.99 / 255) is -43.57; 0 is always in the range
+    assert torch.allclose(scale.flatten() * 255, torch.tensor([2.99, 2.0, 2.0]))
+
+
 def test_codes_and_scales_give_the_fake_quantized_input():
     x = torch.randn(4, 20, generator=torch.Generator().manual_seed(5)).bfloat16()
     for act in (

@@ -1,5 +1,6 @@
 """What importing Bitline brings along: torch, and nothing that a machine may not have."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from bitline.platform import PACKAGES
 OPTIONAL = (*PACKAGES, "transformers", "gguf", "vllm", "sentencepiece", "matplotlib", "tokenizers", "hypothesis", "pytest")
 
 
+@functools.cache
 def modules_after(code):
     report = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True)

@@ -107,6 +107,7 @@ def test_dtype_conversions_leave_the_packed_weight():
 def test_a_move_reaches_the_tensors_of_the_call():
     meta = layer(bias=True).to("meta")
     assert {b.device.type for b in meta.buffers()} == {"meta"}
+    assert {t.device.type for t in meta._packed} == {"meta"} and meta._call[0].device.type == "meta"
     assert meta(torch.empty(3, 64, device="meta")).shape == (3, 48)
 
 
