@@ -150,3 +150,14 @@ def test_errors():
         quantize_input(torch.zeros(1, 8), ActSpec(types.int8, granularity="group", group_size=4))
     with pytest.raises(InputError, match="float6_e2m3"):
         round_to(torch.zeros(1), "float6_e2m3")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_gives_the_same_bits(name):
+    act = quantize(torch.randn(2, 256), name).spec.act
+    scale = None if act.dynamic else torch.tensor(0.3)
+    for x in (RECORDED["input.fp32"], torch.randn(400, 256, generator=torch.Generator().manual_seed(8))):
+        there = fake_quantize(x.cuda(), act, None if scale is None else scale.cuda())
+        assert torch.equal(there.cpu(), fake_quantize(x, act, scale))

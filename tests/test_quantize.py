@@ -175,3 +175,15 @@ def test_errors_say_what_and_what_else(call, words):
 
 def test_it_is_public():
     assert bitline.quantize is quantize and "quantize" in bitline.__all__
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", ABOUT["cases"], ids=lambda case: case["key"])
+def test_a_gpu_gives_the_same_bits(case):
+    w = RECORDED[case["weight"]]
+    here = quantize(w, case["scheme"], group_size=case["group_size"])
+    there = quantize(w.cuda(), case["scheme"], group_size=case["group_size"])
+    assert there.device.type == "cuda" and there.spec == here.spec
+    for name, tensor in here.tensors().items():
+        assert torch.equal(there.tensors()[name].cpu().view(torch.uint8), tensor.view(torch.uint8)), name

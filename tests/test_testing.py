@@ -256,3 +256,11 @@ def test_the_reference_conforms():
 
 def test_a_weight_is_what_the_suite_compares_with():
     assert isinstance(random_weight(SPEC), QuantizedWeight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_reference_conforms_on_a_gpu():
+    with poison():
+        assert bool(torch.empty(3, device="cuda").isnan().all())
+    assert len(check_kernel(ReferenceLinearKernel, device="cuda").passed) > 70

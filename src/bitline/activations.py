@@ -44,13 +44,18 @@ def _dynamic(rows: Tensor, act: ActSpec) -> tuple[Tensor, Tensor | None]:
     tiny = torch.finfo(torch.float32).eps
     low, high = -(1 << (act.dtype.bits - 1)), (1 << (act.dtype.bits - 1)) - 1
     if act.dtype.kind == "float":
-        return (rows.abs().amax(-1, keepdim=True) / act.dtype.max()).clamp_(min=tiny), None
+        return exact_div(rows.abs().amax(-1, keepdim=True), act.dtype.max()).clamp_(min=tiny), None
     if act.symmetric:
-        return (rows.abs().amax(-1, keepdim=True) / ((high - low) / 2)).clamp_(min=tiny), None
+        return exact_div(rows.abs().amax(-1, keepdim=True), (high - low) / 2).clamp_(min=tiny), None
     smallest = rows.amin(-1, keepdim=True).clamp_(max=0)
     largest = rows.amax(-1, keepdim=True).clamp_(min=0)
-    scale = ((largest - smallest) / (high - low)).clamp_(min=tiny)
+    scale = exact_div(largest - smallest, high - low).clamp_(min=tiny)
     return scale, (low - smallest / scale).round_().clamp_(low, high).to(torch.int32)
+
+
+def exact_div(values: Tensor, by: float) -> Tensor:
+    """values / by, correctly rounded on every device: on a GPU torch multiplies by the reciprocal of a Python number."""
+    return values / torch.full((), by, dtype=values.dtype, device=values.device)
 
 
 def _encode(values: Tensor, act: ActSpec, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -86,7 +91,7 @@ def _fake_quantize_micro(groups: Tensor, act: ActSpec, input_global_scale: Tenso
         scale = torch.where(peak > 0, torch.ldexp(torch.ones_like(peak), exponent.clamp(-127, 127)), torch.ones_like(peak))
     else:
         top = torch.ones((), device=groups.device) if input_global_scale is None else input_global_scale.float()
-        local = (peak * top / act.dtype.max()).clamp(max=448.0).to(torch.float8_e4m3fn).float()
+        local = exact_div(peak * top, act.dtype.max()).clamp(max=448.0).to(torch.float8_e4m3fn).float()
         scale = torch.where(local > 0, local / top, torch.ones_like(local))
     return round_to(groups / scale, act.dtype.name) * scale
 

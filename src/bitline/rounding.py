@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitline import bits, types
-from bitline.activations import mx_exponent, round_to
+from bitline.activations import exact_div, mx_exponent, round_to
 from bitline.errors import InputError
 from bitline.types import ActSpec, LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
@@ -82,8 +82,8 @@ def quantize(
         inputs from 2**-6 to 448 keep E4M3's full precision). NVFP4: the global scale of the input's block scales
         (448 * 6 / the largest input uses their whole range).
 
-    The weight stays on w's device, its act_dtype is w's. Rows are worked on in chunks: beside w and the result, a few
-    megabytes are used. Raises InputError for an unknown scheme, a group size that the scheme does not have, and a w that
+    The weight stays on w's device, its act_dtype is w's. Rows are worked on in chunks: beside w and the result there
+    are at most a few copies of the scales. Raises InputError for an unknown scheme, a group size that the scheme does not have, and a w that
     is not a finite two-dimensional floating-point tensor.
     """
     plan = SCHEMES.get(scheme.upper())
@@ -174,11 +174,11 @@ def _scales(plan: Scheme, low: Tensor, high: Tensor, divisor: Tensor | None) -> 
         return _mx_scale(peak, plan.weight.max()), None
     if not plan.symmetric:
         floor = -(1 << (plan.weight.bits - 1))
-        scale = (high - low) / ((1 << plan.weight.bits) - 1)
+        scale = exact_div(high - low, (1 << plan.weight.bits) - 1)
         zero = (floor - low / scale).clamp_(floor, -floor - 1).round_().nan_to_num_(0.0)
         return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale), zero
     half_range = plan.weight.max() if plan.weight.kind == "float" else ((1 << plan.weight.bits) - 1) / 2
-    scale = peak / half_range
+    scale = exact_div(peak, half_range)
     if divisor is None:
         return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale), None
     local = (divisor * scale).clamp_(max=448.0).to(torch.float8_e4m3fn).to(scale.dtype)
