@@ -83,8 +83,8 @@ def quantize(
         (448 * 6 / the largest input uses their whole range).
 
     The weight stays on w's device, its act_dtype is w's. Rows are worked on in chunks: beside w and the result there
-    are at most a few copies of the scales. Raises InputError for an unknown scheme, a group size that the scheme does not have, and a w that
-    is not a finite two-dimensional floating-point tensor.
+    are at most a few copies of the scales. Raises InputError for an unknown scheme, a group size that the scheme does
+    not have, and a w that is not a finite two-dimensional floating-point tensor.
     """
     plan = SCHEMES.get(scheme.upper())
     if plan is None:
