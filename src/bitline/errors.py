@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+_LONGEST = 600  # characters of one part in a message; a hostile file may put megabytes in any of them
+
 
 class BitlineError(Exception):
     """Base of all deliberate errors.
 
     The message reads: *what* [in *file*, tensor *tensor*]: found *found*, expected *expected*. *fix*.
-    Each part is also an attribute, so a caller can act on it without parsing text.
+    Each part is also an attribute, so a caller can act on it without parsing text. In the message a part that is very
+    long is cut, and control characters are escaped: a name out of a file never moves a terminal's cursor.
     """
 
     def __init__(
@@ -27,13 +32,19 @@ class BitlineError(Exception):
         super().__init__(self._message())
 
     def _message(self) -> str:
-        where = [f"file {self.file}"] if self.file else []
-        where += [f"tensor {self.tensor}"] if self.tensor else []
-        text = self.what + (f" [{', '.join(where)}]" if where else "")
-        facts = [f"found {self.found}"] if self.found is not None else []
-        facts += [f"expected {self.expected}"] if self.expected is not None else []
+        where = [f"file {_plain(self.file)}"] if self.file else []
+        where += [f"tensor {_plain(self.tensor)}"] if self.tensor else []
+        text = _plain(self.what) + (f" [{', '.join(where)}]" if where else "")
+        facts = [f"found {_plain(self.found)}"] if self.found is not None else []
+        facts += [f"expected {_plain(self.expected)}"] if self.expected is not None else []
         text += f": {', '.join(facts)}" if facts else ""
-        return text + (f". To fix it: {self.fix}" if self.fix else "")
+        return text + (f". To fix it: {_plain(self.fix)}" if self.fix else "")
+
+
+def _plain(text: str) -> str:
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 class CheckpointError(BitlineError, ValueError):
@@ -41,7 +52,11 @@ class CheckpointError(BitlineError, ValueError):
 
 
 class WeightError(BitlineError, ValueError):
-    """A canonical weight contradicts itself."""
+    """A canonical weight contradicts itself. field: the part of it that does ("scale", "perm", …), where it is one."""
+
+    def __init__(self, what: str, *, field: str | None = None, **parts: Any) -> None:
+        self.field = field
+        super().__init__(what, **parts)
 
 
 class NoKernelError(BitlineError, ValueError):

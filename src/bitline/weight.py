@@ -125,8 +125,9 @@ class QuantizedWeight:
 
     def _error(self, name: str, found: object, expected: object) -> WeightError:
         return WeightError(
-            f"the weight's {name} does not fit its spec {self.spec}", tensor=self.origin or name, found=found, expected=expected
-        )
+            f"the weight's {name} does not fit its spec {self.spec}", field=name, tensor=self.origin or name,
+            found=found, expected=expected,
+        )  # fmt: skip
 
     def _grid2(self) -> tuple[int, int]:
         assert self.spec.scale2_block is not None

@@ -115,12 +115,9 @@ class IntModule:
             try:
                 return QuantizedWeight(spec, scale=self.read("scales").t().contiguous(), bias=bias, origin=self.base, **tensors)
             except WeightError as error:
-                raise in_tensor(error, self._blamed(error)) from error
+                order = self.source.tensors.get(f"{self.base}.g_idx")
+                fields = {"scale": self.scales, "zero": self.qzeros, "bias": self.bias, "perm": order, "group_index": order}
+                raise in_tensor(error, self.qweight, fields) from error
 
         nbytes = sum(self.source.tensors[name].nbytes for name in self._used)
         return LayerRecord(self.base, label, spec, tuple(self._used), read, nbytes, tuple(self.oddities))
-
-    def _blamed(self, error: WeightError) -> TensorInfo:
-        """The tensor of the file that a contradiction in the weight comes from."""
-        fields = {"scale": self.scales, "zero": self.qzeros, "bias": self.bias}
-        return next((info for name, info in fields.items() if info and f"'s {name} " in error.what), self.qweight)

@@ -74,8 +74,12 @@ class Reader(Protocol):
         ...
 
 
-def in_tensor(error: WeightError, info: TensorInfo) -> CheckpointError:
-    """A weight's contradiction as the checkpoint's: the same facts, with the file and the tensor."""
+def in_tensor(error: WeightError, info: TensorInfo, fields: Mapping[str, TensorInfo | None] | None = None) -> CheckpointError:
+    """A weight's contradiction as the checkpoint's: the same facts, with the file and the tensor.
+
+    info: the tensor of the codes. fields: the tensors that other fields of the weight come from ("scale", "perm", …).
+    """
+    info = (fields or {}).get(error.field or "") or info
     return CheckpointError(
         error.what, file=info.file, tensor=info.name, found=error.found, expected=error.expected,
         fix="the file is damaged or mislabelled: download it again or convert it again",

@@ -25,6 +25,11 @@ _FP8 = {torch.float8_e4m3fn: types.float8_e4m3fn, torch.float8_e5m2: types.float
 _SCALES = (torch.bfloat16, torch.float16, torch.float32)
 # Left over from another scheme or step; they belong to the layer although nothing is read from them.
 _SPARE = ("weight_zero_point", "input_scale", "input_zero_point", "input_global_scale", "weight_g_idx")
+# Fields of the canonical weight, and the tensors they come from.
+_FIELDS = {
+    "scale": "weight_scale", "scale2": "weight_global_scale", "zero": "weight_zero_point", "perm": "weight_g_idx",
+    "group_index": "weight_g_idx", "input_scale": "input_scale", "input_zero": "input_zero_point", "bias": "bias",
+}  # fmt: skip
 
 
 class CompressedTensorsReader:
@@ -199,7 +204,10 @@ def _record(source: TensorSource, schemes: ct_config.Schemes, base: str) -> Laye
         try:
             return build()
         except WeightError as error:
-            raise in_tensor(error, main) from error
+            fields = {field: source.tensors.get(f"{base}.{suffix}") for field, suffix in _FIELDS.items()}
+            if scheme.act is not None and scheme.act.dynamic:  # NVFP4: the input's global scale is the static part
+                fields["input_scale"] = source.tensors.get(f"{base}.input_global_scale")
+            raise in_tensor(error, main, fields) from error
 
     for suffix in _SPARE:
         module.find(suffix)

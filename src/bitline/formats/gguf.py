@@ -302,7 +302,7 @@ def _reader(source: GGUFSource, name: str, bias: str | None) -> Callable[[], Qua
         try:
             return to_weight(kind, source.read(name), k, None if bias is None else source.read(bias), name)
         except WeightError as error:
-            raise in_tensor(error, source.tensors[name]) from error
+            raise in_tensor(error, source.tensors[name], {"bias": source.tensors.get(bias or "")}) from error
 
     return read
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from bitline.errors import CheckpointError
 from bitline.formats._json import MAX_CONFIG_BYTES, parse_object, read_config
+from bitline.formats._mapped import map_bytes
 from bitline.formats.base import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -30,9 +29,6 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
     "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
-
-# A private mapping that may be written to costs no memory until it is; without this flag Linux would set it aside.
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class SafetensorsSource:
@@ -53,7 +49,6 @@ class SafetensorsSource:
         self.tensors: Mapping[str, TensorInfo] = self._infos
         self.metadata: dict[str, str] = {}
         self._starts: dict[str, int] = {}
-        self._maps: dict[Path, Tensor] = {}
         try:
             self._open()
         except OSError as error:
@@ -102,27 +97,11 @@ class SafetensorsSource:
             raise CheckpointError("no such tensor", file=self.path, tensor=name, expected=f"one of {len(self.tensors)} names")
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
-        data, start = self._map(info.file), self._starts[name]
-        if start + info.nbytes > data.numel():
-            raise CheckpointError("the file became shorter after it was opened", file=info.file, tensor=name)
-        part = data[start : start + info.nbytes]
+        start = self._starts[name]
+        part = map_bytes(info.file, start, info.nbytes, name)
         if start % info.dtype.itemsize:  # old writers did not align their header: this one tensor is copied
             part = part.clone()
         return part.view(info.dtype).view(info.shape)
-
-    def _map(self, file: Path) -> Tensor:
-        if file not in self._maps:
-            try:
-                with file.open("rb") as stream:
-                    if sys.platform == "win32":
-                        data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-                    else:
-                        protect = mmap.PROT_READ | mmap.PROT_WRITE
-                        data = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=protect)
-            except (OSError, ValueError) as error:
-                raise CheckpointError("the file cannot be mapped", file=file, found=error) from error
-            self._maps[file] = torch.frombuffer(data, dtype=torch.uint8)
-        return self._maps[file]
 
 
 # ---- which files ---------------------------------------------------------------------------------------------------------
