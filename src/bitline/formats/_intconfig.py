@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
+from bitline.formats._patterns import Effort, Pattern, PatternError
 
 AUTO_ROUND = ("auto-round", "intel/auto-round", "inc")
 
@@ -52,7 +52,8 @@ class ModuleSettings:
         self._file = file
         self._base = self._parse(config, None)
         self._exact: dict[str, Ints] = {}
-        self._rules: list[tuple[re.Pattern[str], Ints]] = []
+        self._rules: list[tuple[Pattern, Ints]] = []
+        self._effort = Effort()
         self._anywhere = config.get("quant_method") in AUTO_ROUND
         key = "extra_config" if self._anywhere else "dynamic"
         overrides = config.get(key) or {}
@@ -85,8 +86,8 @@ class ModuleSettings:
             return
         text = name if self._anywhere else name.removeprefix("-:").removeprefix("+:")
         try:
-            self._rules.append((re.compile(text), settings))
-        except (re.error, OverflowError, RecursionError) as error:
+            self._rules.append((Pattern(text, self._effort), settings))
+        except PatternError as error:
             raise self._error(f"a pattern in {key} is no regular expression", f"{name!r} ({error})", None) from error
 
     def _parse(self, config: Mapping[str, Any], name: str | None) -> Ints:

@@ -27,8 +27,14 @@ def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False) -
                 seen[key] = value
         return result
 
+    def constant(text: str) -> float:
+        if not repeats:  # Python writes NaN and Infinity into configs, and nobody writes them into a header
+            raise ValueError(f"{text} is not JSON")
+        return float(text)
+
     try:
-        value = json.loads(data.decode("utf-8-sig" if repeats else "utf-8"), object_pairs_hook=pairs)
+        text = data.decode("utf-8-sig" if repeats else "utf-8")
+        value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
         found = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(f"the {what} is not valid JSON", file=file, found=found, fix="download the file again") from error

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from bitline.errors import CheckpointError
+from bitline.formats._patterns import Effort, Pattern, PatternError
 from bitline.formats.ct_config import QuantArgs, Scheme, Schemes, act_spec
 
 METHODS = ("auto-round", "intel/auto-round", "inc")
@@ -40,18 +41,23 @@ class AutoRoundSchemes(Schemes):
         if not isinstance(extra, Mapping):
             raise CheckpointError("extra_config is not an object", file=file, found=type(extra).__name__)
         self._extra: Mapping[str, Any] = extra
+        self._order = {key: i for i, key in enumerate(extra)}
+        effort = Effort()
+        try:  # a key of word characters and dots alone is a name
+            self._patterns = [Pattern(key, effort) for key in extra if not re.fullmatch(r"[\w.]*", key)]
+        except PatternError as error:
+            raise CheckpointError("the quantization config is not valid", file=file, found=f"extra_config: {error}") from error
         self.find("")  # a config that is wrong for every layer is wrong now
 
     def find(self, module: str) -> Scheme:
         """The scheme of a module; extra_config's keys are names, or patterns that are searched for."""
         changes: dict[str, Any] = {}
         try:
-            for key, value in self._extra.items():
-                if module and (key == module or (not re.fullmatch(r"[\w.]*", key) and re.search(key, module))):
-                    changes |= value
-            keys = msgspec.convert({**self._raw, **changes}, _Keys)
-            return _scheme(keys)
-        except (re.error, TypeError, ValueError) as error:  # msgspec.ValidationError is a ValueError
+            keys = {p.text for p in self._patterns if p.search(module)} | ({module} & self._extra.keys()) if module else set()
+            for key in sorted(keys, key=self._order.__getitem__):  # what comes later in the file rules
+                changes |= self._extra[key]
+            return _scheme(msgspec.convert({**self._raw, **changes}, _Keys))
+        except (TypeError, ValueError) as error:  # msgspec.ValidationError is a ValueError
             raise CheckpointError(
                 "the quantization config is not valid", file=self._file, found=f"{error} {module}".strip()
             ) from error

@@ -12,6 +12,7 @@ import msgspec
 
 from bitline import types
 from bitline.errors import CheckpointError
+from bitline.formats._patterns import Effort, Pattern, PatternError
 from bitline.types import ActSpec, ScalarType
 
 _EMBEDDINGS = {"embed_tokens", "tok_embeddings", "word_embeddings", "wte"}
@@ -125,38 +126,53 @@ class Rule:
 
     target: str
     scheme: Scheme | None = None
-    pattern: re.Pattern[str] | None = None
+    pattern: Pattern | None = None
 
-    def rank(self, module: str) -> int:
-        """0 where the target is the module's name, 1 where its pattern matches, 2 where it is its class, else 3."""
-        if self.pattern is not None:
-            return 1 if self.pattern.match(module) else 3
-        if self.target == module:
-            return 0
-        kind = "Embedding" if module.rpartition(".")[2] in _EMBEDDINGS else "Linear"
+
+class Rules:
+    """Targets, looked up by a module's name: equal names at once, patterns and classes in file order."""
+
+    def __init__(self, rules: list[Rule]) -> None:
+        self._patterns = [rule for rule in rules if rule.pattern is not None]
+        self._names: dict[str, Rule] = {}
         # Class names are not in a checkpoint: a subclass (ColumnParallelLinear, …) is known by how its name ends.
-        return 2 if self.target.endswith(kind) else 3
+        self._classes: dict[str, Rule] = {}
+        for rule in rules:
+            if rule.pattern is None:
+                self._names.setdefault(rule.target, rule)
+                for kind in ("Linear", "Embedding"):
+                    if rule.target.endswith(kind):
+                        self._classes.setdefault(kind, rule)
+
+    def find(self, module: str) -> Rule | None:
+        """The rule whose target fits best: the name before a pattern, a pattern before a class, then file order."""
+        if module in self._names:
+            return self._names[module]
+        for rule in self._patterns:
+            if rule.pattern is not None and rule.pattern.match(module):
+                return rule
+        return self._classes.get("Embedding" if module.rpartition(".")[2] in _EMBEDDINGS else "Linear")
 
 
 class Schemes:
     """Finds the scheme of a module by its name."""
 
     def __init__(self, rules: list[Rule], ignore: list[Rule], version: str | None = None) -> None:
-        self.rules, self.ignore, self.version = rules, ignore, version
+        self._rules, self._ignore, self.version = Rules(rules), Rules(ignore), version
 
     def find(self, module: str) -> Scheme | None:
-        """The scheme whose target fits best: the name before a pattern, a pattern before a class, then file order."""
-        best = min(self.rules, key=lambda rule: rule.rank(module), default=None)
-        return None if best is None or best.rank(module) == 3 else best.scheme
+        """The scheme of a module, None where no target fits."""
+        rule = self._rules.find(module)
+        return None if rule is None else rule.scheme
 
     def ignored(self, module: str) -> bool:
         """True where the config says that the module was left alone."""
-        return any(rule.rank(module) < 3 for rule in self.ignore)
+        return self._ignore.find(module) is not None
 
     @property
     def packed_densely(self) -> bool:
         """Whether this producer packed odd bit widths as one dense stream, which began with compressed-tensors 0.18."""
-        numbers = re.findall(r"\d+", self.version or "")[:2]
+        numbers = re.findall(r"\d+", (self.version or "")[:40])[:2]
         return len(numbers) < 2 or (int(numbers[0]), int(numbers[1])) >= (0, 18)
 
 
@@ -181,6 +197,7 @@ def parse(raw: Mapping[str, Any], file: Path) -> Schemes:
                 f"format {name}{reason} is not supported yet", file=file, found=name, expected=f"one of {', '.join(FORMATS)}"
             )
     rules: list[Rule] = []
+    effort = Effort()
     for name, group in config.config_groups.items():
         try:
             scheme = _scheme(name, group, config.format)
@@ -189,14 +206,14 @@ def parse(raw: Mapping[str, Any], file: Path) -> Schemes:
                 "the quantization config is not valid", file=file, found=f"{error} at config_groups.{name}"
             ) from error
         targets = group.targets if isinstance(group, Group) else group
-        rules += [_rule(t, scheme, file) for t in targets if scheme is not None]
-    return Schemes(rules, [_rule(t, None, file) for t in config.ignore or ()], config.version)
+        rules += [_rule(t, scheme, file, effort) for t in targets if scheme is not None]
+    return Schemes(rules, [_rule(t, None, file, effort) for t in config.ignore or ()], config.version)
 
 
-def _rule(target: str, scheme: Scheme | None, file: Path) -> Rule:
+def _rule(target: str, scheme: Scheme | None, file: Path, effort: Effort) -> Rule:
     try:
-        return Rule(target, scheme, re.compile(target[3:]) if target.startswith("re:") else None)
-    except re.error as error:
+        return Rule(target, scheme, Pattern(target[3:], effort) if target.startswith("re:") else None)
+    except PatternError as error:
         raise CheckpointError("a target is not a regular expression", file=file, found=f"{target!r}: {error}") from error
 
 

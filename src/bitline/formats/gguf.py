@@ -26,6 +26,7 @@ from bitline.weight import QuantizedWeight
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # struct's and array's codes
 _MAX_NESTING = 4
+_MAX_NAME = 1024
 _SMALLEST_VALUE = 8 + 4 + 1  # an empty key, a type and one byte
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, a type and an offset
 _DAMAGED = "the file is damaged or was not downloaded to its end: download it again"
@@ -196,6 +197,8 @@ class GGUFSource:
 
     def _parse_tensor(self, cursor: _Cursor, alignment: int) -> None:
         name = cursor.text("a tensor name")
+        if not name or len(name) > _MAX_NAME or not name.isprintable():
+            raise cursor.error("a tensor's name is not printable text", ascii(name[:_MAX_NAME]), f"1 to {_MAX_NAME} characters")
         if name in self.tensors:
             raise cursor.error("a tensor name comes twice", name, "each name once", name)
         what = f"the header of tensor {name[:80]!r}"

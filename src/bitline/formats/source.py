@@ -19,6 +19,7 @@ from bitline.formats.base import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS = 64
+MAX_NAME = 1024
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _DAMAGED = "the file is damaged or incomplete: download it again"
 
@@ -57,8 +58,11 @@ class SafetensorsSource:
     def _open(self) -> None:
         folder = self.path if self.path.is_dir() else self.path.parent
         files, index = ([self.path], None) if not self.path.is_dir() else _choose_files(self.path)
-        if (folder / "config.json").is_file():
-            self.config = read_config(folder / "config.json")
+        config = folder / "config.json"
+        if config.is_file():
+            self.config = read_config(config)
+        elif config.is_symlink() or config.exists():  # what is not read must not be taken for what is not there
+            raise CheckpointError("config.json is no file", file=config, fix="a link may lead nowhere: finish the download")
         for file in files:
             self._add(file)
         if index is not None:
@@ -222,8 +226,9 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, int], dict
 
 def _entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     """One tensor of a header and where its bytes begin in the data. Its size is computed in Python's unbounded integers."""
-    if not name or not name.isprintable():
-        raise CheckpointError("a tensor's name is not printable text", file=file, found=ascii(name))
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise CheckpointError("a tensor's name is not printable text", file=file, found=ascii(name[:MAX_NAME]),
+                              expected=f"1 to {MAX_NAME} characters")  # fmt: skip
     fields = entry if isinstance(entry, dict) else {}
     label, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(label, str) or label not in DTYPES:
