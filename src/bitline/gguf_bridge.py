@@ -17,7 +17,6 @@ from bitline.checkpoint import Checkpoint
 from bitline.errors import CheckpointError
 from bitline.weight import QuantizedWeight
 
-
 _PATCH = threading.Lock()
 
 

@@ -190,7 +190,7 @@ class _Filler:
     def _set(self, module: nn.Module, leaf: str, value: Tensor, *, parameter: bool) -> None:
         if parameter:
             value = nn.Parameter(value, requires_grad=False)
-            module._parameters[leaf] = value  # type: ignore[assignment]
+            module._parameters[leaf] = value
         else:
             module._buffers[leaf] = value
         value._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark: leave this one alone
@@ -297,7 +297,7 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
         parameter._is_hf_initialized = True
     for module in model.modules():
         if isinstance(module, QuantLinear | QuantEmbedding):
-            module._is_hf_initialized = True
+            module.__dict__["_is_hf_initialized"] = True
     if waiting:
         model.initialize_weights()
 

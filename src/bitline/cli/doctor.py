@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import platform as host
@@ -49,7 +50,7 @@ def doctor_report() -> dict[str, Any]:
         "bitline": __version__, "python": sys.version.split()[0], "system": host.platform(),
         "versions": {name: _version(name) for name in ("torch", "transformers", "safetensors", "gguf", "numpy")},
         "compiler": shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
-        "devices": [_guarded({"device": d}, lambda d=d: _device(d)) for d in devices],
+        "devices": [_guarded({"device": d}, functools.partial(_device, d)) for d in devices],
         "packages": [_package(name, found) for name in ENABLES],
         "plugin_failures": dict(registry.plugin_failures),
         "environment": [{"name": v.name, "effect": v.effect, "argument": v.argument} for v in env.VARIABLES],
@@ -111,7 +112,7 @@ def _kernels(device: str) -> list[dict[str, Any]]:
         if not supported:
             rows.append(row | {"detail": supported.reason})
             continue
-        rows.append(_guarded(row, lambda k=entry.kernel: _try(k, device)))
+        rows.append(_guarded(row, functools.partial(_try, entry.kernel, device)))
     return rows
 
 
