@@ -90,7 +90,8 @@ class TritonW4A16LinearKernel(Kernel):
                 return cls.apply(x, packed, bias, spec)
         if m > fused_limit(x.dtype):
             return _by_panels(x, packed, bias, spec)
-        return _fused(x, packed, bias, _plan(spec, m, packed[0].shape[0], bias is not None, x.device))
+        bias_dtype = None if bias is None else bias.dtype
+        return _fused(x, packed, bias, _plan(spec, m, packed[0].shape[0], packed[3].dtype, bias_dtype, x.device))
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
@@ -265,7 +266,7 @@ class _Plan:
     def launch(self, grid: tuple[int, int, int], aligned: bool, *arguments: Any) -> None:
         """Run `gemm_kernel`: past the first call without Triton's argument inspection, which costs more than the kernel.
 
-        Besides this plan, what Triton compiled depends only on the pointers being multiples of 16.
+        What Triton compiled depends on what a plan is looked up by, and on the pointers being multiples of 16.
         """
         if self.compiled is not None and aligned:
             self.compiled[grid](*arguments, *self.values)
@@ -275,18 +276,21 @@ class _Plan:
             self.compiled = compiled
 
 
-_plans: dict[tuple[int, int, int, bool, torch.device], _Plan] = {}
+_plans: dict[tuple[Any, ...], _Plan] = {}
 
 
-def _plan(spec: LinearSpec, m: int, chunks: int, bias: bool, device: torch.device) -> _Plan:
-    """The plan of a layer and M, by the identity of the spec: hashing one takes longer than launching a kernel."""
+def _plan(spec: LinearSpec, m: int, chunks: int, offset: torch.dtype, bias: torch.dtype | None, device: torch.device) -> _Plan:
+    """The plan of a layer and M, by the identity of the spec: hashing one takes longer than launching a kernel.
+
+    offset, bias: dtypes that a spec leaves open. A plan keeps its spec alive, so that the identity stays its own.
+    """
     rows = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else -(-m // 128) * 128
-    key = (id(spec), rows, chunks, bias, device)
+    key = (id(spec), rows, chunks, offset, bias, device)
     plan = _plans.get(key)
     if plan is None:
         nvidia, shared = _machine(device)
         tile = choose_tile(rows, spec.n, chunks, _layout(spec).chunk, spec.act_dtype, spec.zero != "none", nvidia, shared)
-        plan = _plans[key] = _Plan(spec, tile, chunks, bias, device)  # it keeps the spec, and so its identity, alive
+        plan = _plans[key] = _Plan(spec, tile, chunks, bias is not None, device)
     return plan
 
 
