@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from bitline.errors import BitlineError, CheckpointError, OutOfMemoryError
@@ -29,6 +30,8 @@ NOT_YET = (
 )  # fmt: skip
 # Names that only quantized layers use: one that no layer claims means that the config does not tell the whole story.
 _PACKED = (".qweight", ".qzeros", ".weight_packed", ".W_q")
+# And a `weight` of one of these types is codes, which are no weights without their scales.
+_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 _registered: list[Reader] = []
 _T = TypeVar("_T")
@@ -97,7 +100,7 @@ class Checkpoint:
         records = [] if reader is None else _guard(lambda: list(reader.layers(self.source)), self.path, reader.name)
         claimed = {name for record in records for name in record.tensors}
         for name, info in self.source.tensors.items():
-            if name.endswith(_PACKED) and name not in claimed:
+            if (name.endswith(_PACKED) or (name.endswith(".weight") and info.dtype in _CODES)) and name not in claimed:
                 raise CheckpointError(
                     "a quantized tensor that the config does not account for", file=info.file, tensor=name,
                     found=f"quantization {self.format!r}" if reader else "no quantization config",

@@ -35,7 +35,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     try:
         if checkpoint.is_gguf:
             with header(checkpoint):
-                return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+                return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         return AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent, trust_remote_code=False)
     except Exception as error:  # tokenizer files come in every kind of broken, and each backend raises its own
         raise CheckpointError(

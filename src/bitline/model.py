@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import functools
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,10 @@ from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
 log = logging.getLogger("bitline")
+
+# Numbers in a configuration that the files can hold against it: things that have tensors of their own, and widths.
+_COUNTS = re.compile(r"(layers?|blocks?|block_count|depth|heads?|head_count\w*|experts?|expert_count|groups|labels|modules)$")
+_WIDTHS = re.compile(r"(_size|_dim|_rank|n_embd|n_inner|d_model|d_ff|(embedding|feed_forward|key|value)_length)$")
 
 
 def load_model(
@@ -50,20 +56,31 @@ def load_model(
     checkpoint = open_checkpoint(path)
     device = torch.device(device)
     Platform.detect(device)  # a device that is not here is refused before anything is read
+    _check_sizes(checkpoint)
     config = _config(checkpoint)
     dtype = dtype or default_dtype(config, device)
     model = _skeleton(config, dtype, checkpoint)
     filler = _Filler(model, checkpoint, device, dtype, policy, progress)
     try:
         filler.fill()
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemoryError(f"no memory on {device} for the model in {checkpoint.path}") from error
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "alloc" not in str(error):  # how torch says that this machine's memory is full
+            raise
+        raise OutOfMemoryError(f"no memory on {device} for the model", file=checkpoint.path) from error
     model.bitline_weights, model.bitline_checkpoint = filler.weights, checkpoint
+    if filler.quantized:
+        model.save_pretrained = functools.partial(_refuse_to_save, checkpoint.path)
     model.eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     _generation_config(model, checkpoint)
     return model
+
+
+def _refuse_to_save(path: Path, *_args: Any, **_options: Any) -> None:
+    """transformers would write a checkpoint without the packed layers, and nothing would say so."""
+    raise BitlineError("a model that runs on packed weights cannot be saved", file=path,
+                       fix="keep or copy the checkpoint that it was loaded from")  # fmt: skip
 
 
 def default_dtype(config: Any, device: torch.device) -> torch.dtype:
@@ -81,6 +98,40 @@ def _transformers() -> Any:
     except ImportError as error:
         raise BitlineError("loading a model needs transformers", fix="pip install 'bitline[models]'") from error
     return transformers
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    """Refuse sizes that no such files can have, before transformers builds lists and layers of that many.
+
+    A layer has a tensor, and a width has a weight for each unit, which takes at least a bit. Both limits are generous:
+    parts of a model that these files leave out are small beside them.
+    """
+    infos = checkpoint.source.tensors.values()
+    limits = (_COUNTS, max(4096, len(infos))), (_WIDTHS, max(1 << 20, 8 * sum(info.nbytes for info in infos)))
+    file = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
+    settings: Any = checkpoint.config
+    if checkpoint.is_gguf:
+        settings = {k: v for k, v in checkpoint.metadata.items() if not k.startswith(("tokenizer.", "general."))}
+    for name, value in _numbers(settings, ""):
+        for pattern, limit in limits:
+            if value > limit and pattern.search(name):
+                raise CheckpointError(
+                    "the configuration is of a model that these files cannot hold", file=file, found=f"{name} = {value}",
+                    expected=f"at most {limit}, with {len(infos)} tensors", fix="the config does not belong to these tensors",
+                )  # fmt: skip
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, int | float]]:
+    """Every number in a configuration with the name it has there; what describes the quantization is not sizes."""
+    waiting = [(name, value)]  # no recursion: the nesting is the file's to choose
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, int | float):
+            yield name, value
+        elif isinstance(value, Mapping):
+            waiting += [(str(k), v) for k, v in value.items() if k not in ("quantization_config", "compression_config")]
+        elif isinstance(value, list | array.array):
+            waiting += [(name, v) for v in value]
 
 
 def _config(checkpoint: Checkpoint) -> Any:
@@ -102,6 +153,7 @@ def _config(checkpoint: Checkpoint) -> Any:
     for name in ("quantization_config", "compression_config"):
         if hasattr(config, name):  # or transformers would load it with its own quantizer's rules on saving
             delattr(config, name)
+    config._attn_implementation = None  # a config may name code on the hub here, which would be fetched and run
     return config
 
 
@@ -110,7 +162,8 @@ def _skeleton(config: Any, dtype: torch.dtype, checkpoint: Checkpoint) -> Any:
     transformers = _transformers()
     try:
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            # Left open, trust_remote_code asks on the terminal whether to run the checkpoint's own code.
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # as above
         raise CheckpointError(
             "transformers has no causal language model for this configuration", file=checkpoint.path,
@@ -123,8 +176,10 @@ def _generation_config(model: Any, checkpoint: Checkpoint) -> None:
     if not checkpoint.is_gguf and (folder / "generation_config.json").is_file():
         try:
             model.generation_config = _transformers().GenerationConfig.from_pretrained(folder)
-        except (ValueError, OSError, TypeError) as error:
-            raise CheckpointError("generation_config.json cannot be read", file=folder, found=error) from error
+        except Exception as error:  # as above
+            raise CheckpointError(
+                "generation_config.json cannot be read", file=folder, found=f"{type(error).__name__}: {error}"
+            ) from error
 
 
 class _Filler:
@@ -141,7 +196,7 @@ class _Filler:
     ) -> None:
         self.model, self.checkpoint, self.device, self.dtype, self.policy = model, checkpoint, device, dtype, policy
         self.progress = progress or (lambda done, total: None)
-        self.names: Any = GGUFNames(model, checkpoint) if checkpoint.is_gguf else _SafetensorsNames(model)
+        self.names: Any = GGUFNames(model, checkpoint) if checkpoint.is_gguf else _SafetensorsNames(model, checkpoint.path)
         self.expected = {n for n, _ in model.named_parameters(remove_duplicate=False)}
         self.expected |= {n for n, _ in model.named_buffers() if n in model.state_dict()}
         self.filled: set[str] = set()
@@ -167,6 +222,11 @@ class _Filler:
         target = self.names.tensor(name)
         if target is None or target not in self.expected:
             return False
+        if target in self.filled:
+            info = self.checkpoint.source.tensors[name]
+            raise CheckpointError(
+                "two tensors for one place in the model", file=info.file, tensor=name, found=f"both are {target}"
+            )
         owner, _, leaf = target.rpartition(".")
         module = self.model.get_submodule(owner)
         place = module._parameters.get(leaf) if leaf in module._parameters else module._buffers.get(leaf)
@@ -206,6 +266,11 @@ class _Filler:
                 "a quantized layer has no place in the model", file=info.file, tensor=record.name, found=f"module {target}",
                 expected="a linear layer of that name", fix="transformers may fuse or rename it for this architecture",
             ) from None  # fmt: skip
+        if f"{target}.weight" in self.filled:
+            raise CheckpointError(
+                "a layer is there twice", file=info.file, tensor=record.name, found=f"{target}.weight and {info.name}",
+                expected="one of them",
+            )  # fmt: skip
         shape = getattr(getattr(module, "weight", None), "shape", None)
         if not isinstance(module, nn.Linear | nn.Embedding) or shape is None:
             raise CheckpointError(
@@ -268,11 +333,26 @@ class _Filler:
                 expected="every parameter in the files", fix="a shard may be missing, or the config is another model's",
             )  # fmt: skip
         unused = [n for n in ignored if not self._ignorable(n)]
+        for name in unused:
+            self._check_surplus(name)
         if unused:
             log.warning(
                 "%d tensors of %s have no place in the model: %s", len(unused), self.checkpoint.path, ", ".join(unused[:5])
             )
-        _fill_buffers(self.model, self.device)
+        _fill_buffers(self.model, self.device, self.checkpoint)
+
+    def _check_surplus(self, name: str) -> None:
+        """Refuse a tensor of a layer past the model's last one: the model would be the file's first layers only."""
+        number = re.search(r"\.(\d+)\.", name)
+        if number is None or self.names.tensor(f"{name[: number.start()]}.0.{name[number.end() :]}") not in self.expected:
+            return
+        config = self.model.config.get_text_config()
+        layers, more = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+        if int(number[1]) >= layers + more:  # layers that only predict further tokens are left out on purpose
+            raise CheckpointError(
+                "the checkpoint has layers that the configuration does not have", file=self.checkpoint.source.tensors[name].file,
+                tensor=name, found=f"layer {number[1]}", expected=f"{layers} layers", fix="the config is another model's",
+            )  # fmt: skip
 
     def _ignorable(self, name: str) -> bool:
         patterns = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(k_scale|v_scale|q_scale|kv_scale)$", r"^rope_freqs\."]
@@ -283,12 +363,19 @@ def _matches(name: str, patterns: Any) -> bool:
     return any(re.search(p, name) for p in patterns or ())
 
 
-def _fill_buffers(model: Any, device: torch.device) -> None:
+def _fill_buffers(model: Any, device: torch.device, checkpoint: Checkpoint) -> None:
     """Buffers that no checkpoint holds (rotary frequencies) get the values that the model's own initialisation computes."""
     waiting = defaultdict(list)
     for name, buffer in model.named_buffers():
         if buffer.device.type == "meta":
             waiting[name.rpartition(".")[0]].append(name.rpartition(".")[2])
+    nbytes = sum(b.nbytes for b in model.buffers() if b.device.type == "meta")
+    limit = max(1 << 30, sum(info.nbytes for info in checkpoint.source.tensors.values()))
+    if nbytes > limit:
+        raise CheckpointError(
+            "the configuration asks for tables larger than the model", file=checkpoint.path, found=f"{nbytes} bytes",
+            expected=f"at most {limit}", fix="max_position_embeddings, or another size of the config, may be wrong",
+        )  # fmt: skip
     for owner, leaves in waiting.items():
         module = model.get_submodule(owner)
         for leaf in leaves:
@@ -305,14 +392,14 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
 class _SafetensorsNames:
     """Names in the files to names in the model, by transformers' own renaming rules."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, path: Path) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         rules = get_model_conversion_mapping(model)
         self.renamings = [r for r in rules if isinstance(r, WeightRenaming)]
         self.converters = [r for r in rules if isinstance(r, WeightConverter)]
-        self.prefix, self.state = model.base_model_prefix, model.state_dict()
+        self.prefix, self.state, self.path = model.base_model_prefix, model.state_dict(), path
 
     def tensor(self, name: str) -> str | None:
         from transformers.core_model_loading import rename_source_key
@@ -320,8 +407,9 @@ class _SafetensorsNames:
         target, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.state)
         if pattern is not None and target != name:
             raise CheckpointError(
-                "this architecture stores the tensor fused with others in transformers", tensor=name, found=f"becomes {target}",
-                expected="a tensor that keeps its shape", fix="models with fused experts are not supported yet",
+                "this architecture stores the tensor fused with others in transformers", file=self.path, tensor=name,
+                found=f"becomes {target}", expected="a tensor that keeps its shape",
+                fix="models with fused experts are not supported yet",
             )  # fmt: skip
         return target
 
