@@ -271,3 +271,15 @@ def test_a_replaced_kernel_is_the_one_that_runs():
         assert float(QuantLinear(weight(), kernel="Swapped")(rows(1, 64))[0, 0]) == 3.0
     finally:
         registry.unregister_kernel("Swapped")
+
+
+def test_another_kind_of_device_is_refused_before_anything_moves():
+    layer = QuantLinear(quantize(torch.randn(32, 64), "W4A16", group_size=32), act_dtype=torch.bfloat16)
+    before = layer(torch.ones(1, 64, dtype=torch.bfloat16))
+
+    class Elsewhere:
+        device = torch.device("xpu")
+
+    with pytest.raises(InputError, match=r"cpu to xpu.*device='xpu'"):
+        layer._apply(lambda _tensor: Elsewhere())
+    assert torch.equal(layer(torch.ones(1, 64, dtype=torch.bfloat16)), before)

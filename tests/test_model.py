@@ -122,6 +122,14 @@ def test_sharded_index(tmp_path):
     assert torch.equal(logits(model), logits(dense))
 
 
+def test_a_packed_model_is_not_saved_without_its_layers(tmp_path):
+    folder, _ = compressed(tmp_path / "in", llama())
+    model = bitline.load_model(folder)
+    with pytest.raises(bitline.BitlineError, match="cannot be saved"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_plain_checkpoint_has_no_quantized_layer(tmp_path):
     dense = llama()
     dense.save_pretrained(tmp_path)

@@ -53,8 +53,9 @@ class QuantLinear(nn.Module):
     bias: [N], overrides the weight's own. act_dtype: dtype of x and y. device: where to run.
     kernel: "auto" or a class name; `policy` says the rest. x is [..., K] in act_dtype, y is [..., N].
 
-    Inference only: an x that requires grad is an InputError. `.to(device)` moves the packed tensors; a dtype
-    conversion (`.half()`, `.to(dtype)`) leaves them as they are, since scales must not be rounded silently.
+    Inference only: an x that requires grad is an InputError. `.to(device)` moves the packed tensors among devices of one
+    kind, an InputError among others; a dtype conversion (`.half()`, `.to(dtype)`) leaves them as they are, since scales
+    must not be rounded silently.
     """
 
     choice: Choice
@@ -134,6 +135,11 @@ class QuantLinear(nn.Module):
         return OP(x.reshape(rows, spec.k), self._packed, *self._call).view(*x.shape[:-1], spec.n)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        here = self._packed[0].device.type
+        there = fn(self._packed[0].new_empty(0)).device.type
+        if there not in (here, "meta"):
+            raise InputError("a packed layer cannot move to another kind of device", found=f"{here} to {there}",
+                             fix=f"load it with device={there!r}: each kernel has its own layout")  # fmt: skip
         super()._apply(lambda t: _moved(t, fn(t)), recurse)
         self._bind()
         return self
