@@ -34,6 +34,9 @@ def _linear(x: Tensor, packed: list[Tensor], bias: Tensor | None, kernel: str, s
     apply, parsed = _bound(kernel, spec)
     if x.shape[0] == 0:
         return x.new_empty(0, parsed.n)
+    if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels launch on the current device
+        with torch.cuda.device(x.device):
+            return apply(x.contiguous(), packed, bias, parsed)
     return apply(x.contiguous(), packed, bias, parsed)
 
 

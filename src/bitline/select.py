@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from bitline import env
 from bitline.errors import NoKernelError
 from bitline.kernels import registry
@@ -239,7 +241,7 @@ def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: 
     supported = bool(verdict)
     costs: tuple[float, ...] = ()
     if supported:
-        verdict = _implements(kernel, spec)
+        verdict = _implements(kernel, spec, platform)
         costs = tuple(kernel.cost(spec, platform, m) for m in policy.m)
     if verdict and entry.name in policy.disabled:
         verdict = no("disabled by the policy", "take it out of Policy(disabled=…) or BITLINE_DISABLED_KERNELS")
@@ -250,7 +252,9 @@ def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: 
     return Candidate(entry.name, kernel, verdict, supported, costs, entry.priority, kernel.backend)
 
 
-def _implements(kernel: type[Kernel], spec: LinearSpec) -> Verdict:
+def _implements(kernel: type[Kernel], spec: LinearSpec, platform: Platform) -> Verdict:
+    if spec.act_dtype == torch.bfloat16 and 0 < platform.capability < 80 and kernel is not ReferenceLinearKernel:
+        return no(f"{platform.arch} has no bfloat16 units", "with input dtype float16")
     if spec.act_dtype not in kernel.act_dtypes:
         able = ", ".join(str(d).removeprefix("torch.") for d in kernel.act_dtypes)
         return no(f"input dtype {str(spec.act_dtype).removeprefix('torch.')}", f"with input dtype {able}")

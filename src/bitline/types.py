@@ -277,6 +277,9 @@ class LinearSpec:
             None if act == "-" else ActSpec.parse(act), DTYPES[dtype], bias != "-",
         )  # fmt: skip
 
+    def __hash__(self) -> int:
+        return hash(self.key)  # a string keeps its hash; hashing thirteen fields takes longer than a kernel launch
+
     def __str__(self) -> str:
         return f"[{self.n}, {self.k}] {self.scheme}, input {dtype_name(self.act_dtype)}"
 

@@ -27,7 +27,8 @@ class QuantizedWeight:
     codes: uint8 [N, ceil(K*bits/8)], each row a little-endian bit stream along K (rows may be strided).
     scale: [grid] in the checkpoint's own dtype (float8_e8m0fnu for MX, float8_e4m3fn for NVFP4, uint8 or int8 where
         scale2 makes it a number).
-    zero: uint8 [grid], zero points in code units. offset: [grid], added after scaling, in the weight's own units.
+    zero: uint8 [grid], zero points in code units. offset: [grid], added after scaling, in the weight's own
+        units and scale's dtype.
     scale2, offset2: a coarser factor of scale and of offset on the grid of spec.scale2_block (float64 [1, 1] for
         NVFP4's global scale, so that a file that stores its reciprocal is still decoded exactly).
     perm: int32 [K], stored column j is input column perm[j]. group_index: int32 [K], non-decreasing; the scale column
@@ -60,6 +61,8 @@ class QuantizedWeight:
         s = self.spec
         self._expect("codes", self.codes, (s.n, bits.row_bytes(s.k, s.weight.bits)), torch.uint8)
         grid: tuple[int, int] = s.grid
+        if s.ragged and s.scale2_block is not None:
+            raise self._error("scale2", "present", "none: groups of unequal size have one level of scales")
         if s.ragged != (self.group_index is not None):
             raise self._error("group_index", "present" if self.group_index is not None else "absent", f"ragged={s.ragged}")
         if self.group_index is not None:
@@ -72,7 +75,7 @@ class QuantizedWeight:
         if self.zero is not None:
             self._expect("zero", self.zero, grid, torch.uint8)
         if self.offset is not None:
-            self._expect("offset", self.offset, grid)
+            self._expect("offset", self.offset, grid, s.scale_dtype)
         if (self.scale2 is None) != (s.scale2_block is None):
             raise self._error("scale2", "absent" if self.scale2 is None else "present", f"block {s.scale2_block}")
         if self.scale2 is not None and s.scale2_block is not None:

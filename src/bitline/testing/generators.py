@@ -48,9 +48,11 @@ def random_spec(seed: int) -> LinearSpec:
     offset = (0, 0)
     if not ragged and scale2 is None and r.random() < 0.2:
         offset = (r.randrange(min(block[0], 64)), r.randrange(min(block[1], 64)))
+    zero: Any = r.choice(("none", "int", "float")) if plain else "none"
+    if zero == "float" and scale_dtype.itemsize == 1 and scale_dtype.is_floating_point:
+        scale_dtype = torch.float16  # offsets have the scales' dtype, and nobody stores them in FP8
     return LinearSpec(
-        n, k, weight, block, offset, scale_dtype,
-        zero=r.choice(("none", "int", "float")) if plain else "none",
+        n, k, weight, block, offset, scale_dtype, zero=zero,
         scale2_block=scale2, act_order=k > 1 and r.random() < 0.2, ragged=ragged,
         act=r.choice((None, None, *_TOKEN_ACTS, *_GROUP_ACTS)), act_dtype=r.choice(_FLOATS), bias=r.random() < 0.3,
     )  # fmt: skip
@@ -117,7 +119,7 @@ def random_weight(spec: LinearSpec, seed: int | torch.Generator = 0, device: tor
             tensors["offset"] = torch.randint(1, 63, grid, generator=g).to(spec.scale_dtype)
             tensors["offset2"] = -torch.rand(grid2, generator=g) * 0.1 / 63
         else:
-            tensors["offset"] = middle.to(spec.scale_dtype if spec.scale_dtype in _FLOATS else torch.float32)
+            tensors["offset"] = middle.to(spec.scale_dtype)
     codes = _pack(_random_codes(spec, g), spec, g)
     return _weight(spec, codes, tensors, g, device, input_scale=0.05)
 
@@ -206,9 +208,9 @@ def lossless_weight(spec: LinearSpec, seed: int | torch.Generator = 0, device: t
         if grid2 is not None and not spec.scale_dtype.is_floating_point:
             # A one-byte offset has no room for every middle: 1 or 2 units of the second offset, so middles of 1 or 2.
             middle = middle.clamp(0, 2)
-            tensors["offset"], tensors["offset2"] = (middle * 2**power).to(torch.int8), torch.full(grid2, -0.5)
+            tensors["offset"], tensors["offset2"] = (middle * 2**power).to(spec.scale_dtype), torch.full(grid2, -0.5)
         else:
-            tensors["offset"] = offset
+            tensors["offset"] = offset.to(spec.scale_dtype)
     if spec.bias:
         tensors["bias"] = torch.randint(-8, 9, (spec.n,), generator=g).to(spec.act_dtype)
     raw = _lossless_codes(spec, middle, order, g)

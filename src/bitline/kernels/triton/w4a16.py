@@ -85,9 +85,6 @@ class TritonW4A16LinearKernel(Kernel):
         m = x.shape[0]
         if m == 0:
             return x.new_empty(0, spec.n)
-        if x.is_cuda and x.device.index != torch.cuda.current_device():  # Triton launches on the current device
-            with torch.cuda.device(x.device):
-                return cls.apply(x, packed, bias, spec)
         if m > fused_limit(x.dtype):
             return _by_panels(x, packed, bias, spec)
         bias_dtype = None if bias is None else bias.dtype
