@@ -99,6 +99,9 @@ class Checkpoint:
         reader = self._reader
         records = [] if reader is None else _guard(lambda: list(reader.layers(self.source)), self.path, reader.name)
         claimed = {name for record in records for name in record.tensors}
+        if nameless := next((record for record in records if not record.name), None):
+            first = self.source.tensors[nameless.tensors[0]]
+            raise CheckpointError("a quantized layer has no name", file=first.file, tensor=first.name, expected="module.suffix")
         for name, info in self.source.tensors.items():
             if (name.endswith(_PACKED) or (name.endswith(".weight") and info.dtype in _CODES)) and name not in claimed:
                 raise CheckpointError(
@@ -150,7 +153,8 @@ def _open_source(path: Path) -> TensorSource:
     elif not path.exists():
         raise CheckpointError("no such file or folder", file=path, expected="a checkpoint folder, a .safetensors or a .gguf file")
     elif not path.is_file():
-        raise CheckpointError("neither a file nor a folder", file=path)
+        found = "a pipe, a socket or a device"
+        raise CheckpointError("neither a file nor a folder", file=path, found=found, expected="one of both")
     suffix = path.suffix.lower()
     if suffix == ".gguf":
         return importlib.import_module("bitline.formats.gguf").GGUFSource(path)

@@ -60,7 +60,9 @@ class CompressedTensorsReader:
 def _modules(source: TensorSource) -> Iterator[str]:
     """Modules with quantized codes, in file order. A plain float `weight` is a dense layer, whatever the config targets."""
     for name, info in source.tensors.items():
-        base, _, suffix = name.rpartition(".")
+        base, dot, suffix = name.rpartition(".")
+        if not dot:
+            continue
         if suffix == "weight_packed":
             yield base
         elif suffix == "weight" and f"{base}.weight_packed" not in source.tensors:
@@ -219,9 +221,8 @@ def _integers(module: _Module, least: int) -> tuple[int, bool]:
     """Bits and symmetry of integer codes, held against the config."""
     args = module.scheme.weights
     if args.floating or not least <= args.num_bits <= 8:
-        info = module.source.tensors[module.used[0]]
         raise module.error(
-            info, "codes do not fit their config group", f"{args.type} {args.num_bits} bits", f"int {least}..8 bits"
+            module.main, "codes do not fit their config group", f"{args.type} {args.num_bits} bits", f"int {least}..8 bits"
         )
     return args.num_bits, args.symmetric
 

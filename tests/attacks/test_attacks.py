@@ -1,0 +1,170 @@
+"""Every attack of the corpus: the right refusal, nothing run, nothing left behind. README.md has the promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import corpus
+import pytest
+import torch
+from bases import FAMILIES, LAYER, gptq, llama_folder, write
+from corpus import ATTACKS, Attack
+
+import bitline
+from bitline.errors import BitlineError, CheckpointError
+from bitline.kernels.reference import ReferenceLinearKernel
+
+GUARD = 60  # seconds after which an attack is said to hang; none takes more than a fraction of one
+
+
+class Hangs(BaseException):
+    """Not an Exception, so that nothing on the way takes it for an error of its own."""
+
+
+def _hangs(*_: object) -> None:
+    raise Hangs
+
+
+@pytest.fixture(autouse=True)
+def guard():
+    before = signal.signal(signal.SIGALRM, _hangs)
+    signal.alarm(GUARD)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def use(path: Path, model: bool) -> None:
+    """Everything that a program does with a checkpoint."""
+    for record in bitline.open_checkpoint(path).layers():
+        assert record.weight().spec == record.spec
+    if model:
+        bitline.load_model(path, dtype=torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel"))
+
+
+def judge(attack: Attack, folder: Path) -> None:
+    """Hold one attack against the promises."""
+    path = attack.build(folder)
+    try:
+        use(path, attack.model)
+        assert attack.harmless is not False, "it loads"
+    except BitlineError as error:
+        assert not attack.harmless, error
+        assert re.search(attack.says, str(error), re.DOTALL), error
+        assert isinstance(error, CheckpointError)
+        assert error.file is not None and (error.file == str(path) or Path(error.file).is_relative_to(folder))
+        assert attack.file is None or Path(error.file).name == attack.file, error
+        assert attack.tensor is None or error.tensor == attack.tensor, error
+        assert (error.found or error.expected or error.fix) is not None
+        text = str(error)
+        assert len(text) < 4000 and text.replace("\n", "").isprintable()
+        assert Path(error.file).name[:5] in text and (error.tensor or "")[:200] in text
+    assert not list(folder.rglob("owned")) and not Path("owned").exists()
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda a: a.name)
+def test_attack(attack, tmp_path):
+    if attack.name == "unreadable" and os.geteuid() == 0:
+        pytest.skip("root reads everything")
+    judge(attack, tmp_path)
+
+
+def test_every_attack_has_its_own_name():
+    names = [attack.name for attack in ATTACKS]
+    assert len(names) == len(set(names)) >= 60
+
+
+@pytest.mark.parametrize("base", FAMILIES)
+def test_what_the_attacks_are_made_of_is_valid(base, tmp_path):
+    use(write(tmp_path, *FAMILIES[base]()), False)
+
+
+def test_what_is_odd_and_legal_is_noted(tmp_path):
+    tensors, config = gptq()
+    (record,) = bitline.open_checkpoint(write(tmp_path, tensors, config | {"sym": True})).layers()
+    assert "not used" in record.oddities[0]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of address space are Linux's")
+def test_no_attack_takes_memory_on_a_files_word(tmp_path):
+    """The huge ones once more, in a process that may have one more gigabyte of address space than it starts with."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.split() == [a.name for a in ATTACKS if a.huge], (
+        done.stdout[-500:] + done.stderr[-3000:]
+    )
+
+
+def _with_little_memory(folder: Path) -> None:
+    import resource
+
+    use(llama_folder(_new(folder, "warm")), True)  # what is imported and started counts as there already
+    here = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (here + (1 << 30), -1))
+    signal.signal(signal.SIGALRM, _hangs)
+    for attack in ATTACKS:
+        if attack.huge:
+            signal.alarm(GUARD)
+            judge(attack, _new(folder, attack.name))
+            print(attack.name, flush=True)
+
+
+def _new(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name
+
+
+# ---- memory runs out -----------------------------------------------------------------------------------------------------
+
+
+FULL = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_memory_that_runs_out_is_said_and_the_next_try_works(error, tmp_path, monkeypatch):
+    folder = llama_folder(tmp_path)
+    left = [3]
+
+    def pack(_weight):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return original(_weight)
+
+    original = ReferenceLinearKernel.pack
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceLinearKernel, "pack", staticmethod(pack))
+        with pytest.raises(bitline.OutOfMemoryError, match="no memory") as caught:
+            use(folder, True)
+        assert caught.value.file == str(folder)
+    del caught
+    use(folder, True)
+
+
+def test_a_failed_load_leaves_nothing_behind(tmp_path):
+    """The same process loads a good model after every kind of bad one, to the same logits."""
+    good = llama_folder(_new(tmp_path, "good"))
+    ids = torch.tensor([[1, 5, 9]])
+
+    def logits():
+        model = bitline.load_model(good, dtype=torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel"))
+        with torch.inference_mode():
+            return model(ids).logits
+
+    before = logits()
+    for attack in ATTACKS[:: max(1, len(ATTACKS) // 40)]:
+        if attack.name != "unreadable":
+            judge(attack, _new(tmp_path, attack.name))
+    assert torch.equal(logits(), before)
+    assert LAYER and corpus.PICKLE  # the corpus itself is not changed by its attacks
+
+
+if __name__ == "__main__":
+    _with_little_memory(Path(sys.argv[1]))
