@@ -304,3 +304,11 @@ def test_plugins_of_installed_packages(monkeypatch):
     names = {e.name: e.source for e in registry.entries()}
     assert names["FromClass"] == "good" and "FromFunction" in names and "ReferenceLinearKernel" in names
     assert registry.plugin_failures == {"bad": "ImportError: no such module"}
+
+
+def test_a_kernel_for_quantized_inputs_is_not_what_a_weight_only_layer_missed():
+    spec = LinearSpec(4096, 4096, types.int8, (1, 32), act_dtype=torch.float32)
+    choice = choose(spec, "cpu:avx512_bf16")
+    refused = {c.name: c for c in choice.candidates if not c.verdict}
+    assert refused["TorchInt8ScaledMMLinearKernel"].kernel.quantizes_input
+    assert choice.nearest_fast is None or not choice.nearest_fast.kernel.quantizes_input

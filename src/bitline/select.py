@@ -95,8 +95,9 @@ class Choice:
 
     @property
     def nearest_fast(self) -> Candidate | None:
-        """The fastest kernel that runs on this platform but refused this layer."""
+        """The fastest kernel that runs on this platform and layers of this kind, but refused this one."""
         refused = [c for c in self.candidates if c.supported and not c.verdict and c.costs]
+        refused = [c for c in refused if self.spec.act is not None or not c.kernel.quantizes_input]
         return min(refused, key=lambda c: c.score, default=None)
 
     @property

@@ -31,6 +31,7 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
     """
 
     platforms = ("cpu", "cuda")
+    quantizes_input = True
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
