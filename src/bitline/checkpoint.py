@@ -31,7 +31,10 @@ NOT_YET = (
 # Names that only quantized layers use: one that no layer claims means that the config does not tell the whole story.
 _PACKED = (".qweight", ".qzeros", ".weight_packed", ".W_q")
 # And a `weight` of one of these types is codes, which are no weights without their scales.
-_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_CODES = (
+    torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)  # fmt: skip
 
 _registered: list[Reader] = []
 _T = TypeVar("_T")

@@ -51,9 +51,15 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> torch.Tensor:
         if not getattr(tokenizer, "chat_template", None):
             raise InputError("the checkpoint's tokenizer has no chat template", fix="give the prompt as a text to continue")
         message = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
-            "input_ids"
-        ]
+        try:
+            ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+                "input_ids"
+            ]
+        except Exception as error:  # a template is a program of the checkpoint's author, run in jinja's sandbox
+            raise CheckpointError(
+                "the checkpoint's chat template cannot be used", file=tokenizer.name_or_path or None,
+                found=f"{type(error).__name__}: {error}", fix="give the prompt as a text to continue",
+            ) from error  # fmt: skip
     else:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.numel() == 0:

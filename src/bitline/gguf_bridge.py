@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -45,10 +45,22 @@ def _field(value: Any) -> SimpleNamespace:
     """A metadata value in the shape of gguf's ReaderField: parts, the indices of those that hold data, GGUF types."""
     if isinstance(value, list | array.array):
         kinds = {_kind(v)[0] for v in value[:1]} or {_INT}
-        parts = [_kind(v)[1] for v in value]
-        return SimpleNamespace(parts=parts, data=range(len(parts)), types=[_ARRAY, kinds.pop()])
+        return SimpleNamespace(parts=_Parts(value), data=range(len(value)), types=[_ARRAY, kinds.pop()])
     kind, part = _kind(value)
     return SimpleNamespace(parts=[part], data=[0], types=[kind])
+
+
+class _Parts:
+    """The parts of an array, each made when it is asked for: all at once take a hundred times what they hold."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, at: int) -> Any:
+        return _kind(self._values[at])[1]
 
 
 _INT, _FLOAT, _BOOL, _STRING, _ARRAY = 10, 12, 7, 8, 9  # GGUF's numbers of its value types
@@ -81,19 +93,26 @@ class GGUFNames:
 
     def convert(self, name: str, tensor: Tensor) -> Tensor:
         """A plain tensor with the converter's changes undone (Gemma's norms are stored plus one, Llama's q rows permuted)."""
-        changed = self.processor.process(
-            weights=tensor.float().numpy(), name=name, tensor_key_mapping=dict(self.names), parsed_parameters={"tensors": {}}
-        ).weights
-        return torch.from_numpy(np.ascontiguousarray(changed))
+        return torch.from_numpy(np.ascontiguousarray(self._process(name, tensor.float().numpy())))
+
+    def _process(self, name: str, weights: Any) -> Any:
+        """What transformers makes of a tensor of this name. A shape that it cannot take is the file's mistake."""
+        try:
+            return self.processor.process(
+                weights=weights, name=name, tensor_key_mapping=dict(self.names), parsed_parameters={"tensors": {}}
+            ).weights
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "a tensor does not fit the model's configuration", file=self.checkpoint.path, tensor=name,
+                found=f"{list(weights.shape)}: {error}", fix="the metadata does not belong to these tensors",
+            ) from error  # fmt: skip
 
     def reorder(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
         """A quantized weight with its rows in the model's order. Rows move whole, nothing is dequantized."""
         n = weight.spec.n
         # What transformers does to a column of row numbers is what it would do to the weight, if it only moves rows.
         probe = np.arange(n, dtype=np.int64).reshape(n, 1)
-        moved = self.processor.process(
-            weights=probe, name=f"{name}.weight", tensor_key_mapping=dict(self.names), parsed_parameters={"tensors": {}}
-        ).weights
+        moved = self._process(f"{name}.weight", probe)
         if moved is None or moved.shape != probe.shape or not np.array_equal(np.sort(moved[:, 0]), probe[:, 0]):
             raise CheckpointError(
                 "the converter changed more of this layer than the order of its rows", file=self.checkpoint.path, tensor=name,

@@ -130,7 +130,9 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, int | float]]:
             yield name, value
         elif isinstance(value, Mapping):
             waiting += [(str(k), v) for k, v in value.items() if k not in ("quantization_config", "compression_config")]
-        elif isinstance(value, list | array.array):
+        elif isinstance(value, array.array):
+            yield name, max(value, default=0)
+        elif isinstance(value, list):
             waiting += [(name, v) for v in value]
 
 
@@ -237,9 +239,9 @@ class _Filler:
                 f"the model's {target} has another shape", file=info.file, tensor=name, found=list(tensor.shape),
                 expected=None if place is None else list(place.shape), fix="the config does not belong to these tensors",
             )  # fmt: skip
-        if place.is_floating_point() and not tensor.dtype.is_floating_point:
+        if place.is_floating_point() and not info.dtype.is_floating_point:
             raise CheckpointError(
-                f"the model's {target} is a plain tensor", file=info.file, tensor=name, found=tensor.dtype, expected=place.dtype,
+                f"the model's {target} is a plain tensor", file=info.file, tensor=name, found=info.dtype, expected=place.dtype,
                 fix="the quantization config does not describe this tensor",
             )  # fmt: skip
         value = tensor.to(self.device, place.dtype, copy=True)

@@ -161,6 +161,8 @@ header("shape-overflows", "do not fit its shape", lambda h: h["a"].update(shape=
 header("shape-wraps-to-the-right-size", "do not fit its shape", lambda h: h["a"].update(shape=[(1 << 62) + 4]), "a", huge=True)
 header("shape-of-65-dimensions", "shape is not valid", lambda h: h["a"].update(shape=[1] * 64 + [4]), "a")
 header("shape-2^70", "shape is not valid", lambda h: h["a"].update(shape=[1 << 70]), "a")
+header("shape-of-strides-that-overflow", "shape is not valid", tensor="c",
+       change=lambda h: h.update(c={"dtype": "F32", "shape": [1 << 62, 1 << 62, 0], "data_offsets": [32, 32]}))  # fmt: skip
 header("dtype-unknown", "dtype that is not known", lambda h: h["a"].update(dtype="F42"), "a")
 header("dtype-number", "dtype that is not known", lambda h: h["a"].update(dtype=7), "a")
 header("dtype-lies", "do not fit its shape", lambda h: h["a"].update(dtype="F64"), "a")
@@ -578,7 +580,8 @@ family(
 )
 family("nvfp4", "global-scale-nan", says="global scale", tensors=poke("weight_global_scale", float("nan"), 0),
        suffix="weight_global_scale")  # fmt: skip
-family("nvfp4", "global-scale-tiny", tensors=poke("weight_global_scale", 1e-45, 0), harmless=True)
+family("nvfp4", "global-scale-tiny", says="global scale", tensors=poke("weight_global_scale", 1e-45, 0),
+       suffix="weight_global_scale")  # fmt: skip
 family("nvfp4", "input-scale-nan", says="NaN", tensors=poke("input_global_scale", float("nan"), 0), suffix="input_global_scale")
 family("nvfp4", "input-scale-missing", says="lacks a tensor", tensors=put("input_global_scale", None))
 family("nvfp4", "scale-dtype", says="dtype", tensors=put("weight_scale", torch.ones(32, 4).half()), suffix="weight_scale")
@@ -726,6 +729,26 @@ for key in ("llama.embedding_length", "llama.feed_forward_length", "llama.vocab_
         gguf(f"{key.rpartition('.')[2]}-{what}", ".", with_pair(key, kind, value), model_tensors, model=True, huge=what == "2^40")
 
 
+def instead(name: str, dims: list[int], kind: int) -> Any:
+    """The model's tensors with one of another shape or type."""
+
+    def tensors() -> tuple[list[bytes], bytes]:
+        entries, data = model_tensors()
+        data += bytes(-len(data) % 32)
+        return [e for e in entries if not e.startswith(text(name))] + [entry(name, dims, kind, len(data))], data + bytes(40_000)
+
+    return tensors
+
+
+for name, dims, kind, what in (
+    ("blk.0.attn_q.weight", [64, 63], TYPE_F32, "rows"), ("blk.0.attn_q.weight", [64], TYPE_F32, "one-dimension"),
+    ("blk.0.attn_k.weight", [64, 3, 2], TYPE_F32, "three-dimensions"), ("blk.0.attn_q.weight", [64, 64], 26, "integers"),
+    ("blk.0.attn_norm.weight", [64], 26, "integers"), ("output_norm.weight", [1], TYPE_F32, "too-short"),
+    ("token_embd.weight", [63, 50], TYPE_F32, "columns"), ("blk.0.attn_q.weight", [64, 63], Q8_0, "quantized-rows"),
+):  # fmt: skip
+    gguf(f"{name}-{what}", "shape|does not fit|plain tensor", tensors=instead(name, dims, kind), model=True)
+
+
 def further_layer() -> tuple[list[bytes], bytes]:
     entries, data = model_tensors()
     return [*entries, entry("blk.3.attn_norm.weight", [64], TYPE_F32, len(data))], data + bytes(256)
@@ -817,3 +840,27 @@ model(
     change={"attn_implementation": "kernels-community/evil", "_attn_implementation": "evil/evil"},
     harmless=True,
 )
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------------------------
+
+TOKENS: dict[str, tuple[int, Any]] = {
+    "model": (STRING, "gpt2"), "tokens": (ARRAY, (STRING, ["a", "b", "c", "ab"])), "merges": (ARRAY, (STRING, ["a b"])),
+    "token_type": (ARRAY, (I32, [1, 1, 1, 1])), "bos_token_id": (U32, 0), "eos_token_id": (U32, 1),
+}  # fmt: skip
+TOKENIZERS: dict[str, dict[str, tuple[int, Any]]] = {
+    "tokens-a-number": {"tokens": (U32, 3)}, "tokens-numbers": {"tokens": (ARRAY, (U32, [1, 2]))},
+    "tokens-none": {"tokens": (ARRAY, (STRING, []))}, "tokens-the-same": {"tokens": (ARRAY, (STRING, ["a", "a", "a"]))},
+    "tokens-lists": {"tokens": (ARRAY, (ARRAY, []))}, "merges-malformed": {"merges": (ARRAY, (STRING, ["x", "y z w"]))},
+    "merges-numbers": {"merges": (ARRAY, (U32, [1]))}, "model-a-number": {"model": (U32, 1)},
+    "model-unknown": {"model": (STRING, "mystery")}, "types-texts": {"token_type": (ARRAY, (STRING, ["a"]))},
+    "bos-a-text": {"bos_token_id": (STRING, "x")}, "bos-2^31": {"bos_token_id": (U32, 1 << 31)},
+    "bos-negative": {"bos_token_id": (I32, -5)},
+}  # fmt: skip
+
+
+def gguf_with_tokenizer(folder: Path, changes: dict[str, tuple[int, Any]]) -> Path:
+    """The model with a tokenizer of four tokens, changed."""
+    pairs = [pair(f"tokenizer.ggml.{key}", kind, value) for key, (kind, value) in (TOKENS | changes).items()]
+    (folder / "model.gguf").write_bytes(gguf_bytes(PAIRS + pairs, *model_tensors()))
+    return folder / "model.gguf"

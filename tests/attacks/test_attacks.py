@@ -13,10 +13,11 @@ import corpus
 import pytest
 import torch
 from bases import FAMILIES, LAYER, gptq, llama_folder, write
-from corpus import ATTACKS, Attack
+from corpus import ATTACKS, EVIL, TOKENIZERS, Attack, gguf_with_tokenizer
 
 import bitline
 from bitline.errors import BitlineError, CheckpointError
+from bitline.generate import encode, load_tokenizer
 from bitline.kernels.reference import ReferenceLinearKernel
 
 GUARD = 60  # seconds after which an attack is said to hang; none takes more than a fraction of one
@@ -119,6 +120,48 @@ def _with_little_memory(folder: Path) -> None:
 def _new(folder: Path, name: str) -> Path:
     (folder / name).mkdir()
     return folder / name
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_that_the_attacks_change_is_valid(tmp_path):
+    tokenizer = load_tokenizer(bitline.open_checkpoint(gguf_with_tokenizer(tmp_path, {})))
+    assert encode(tokenizer, "ab").numel() and tokenizer.decode(encode(tokenizer, "ab")[0]) == "ab"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokenizer_in_a_gguf_file(name, tmp_path):
+    checkpoint = bitline.open_checkpoint(gguf_with_tokenizer(tmp_path, TOKENIZERS[name]))
+    with pytest.raises(CheckpointError, match="no tokenizer that transformers can read") as caught:
+        load_tokenizer(checkpoint)
+    assert caught.value.file == str(checkpoint.path)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer.json": "[]"}, {"tokenizer.json": "{"}, {"tokenizer.json": "[" * 100_000}, {"tokenizer_config.json": "[]"},
+        {"tokenizer.model": "not a model"}, {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'},
+    ],
+)  # fmt: skip
+def test_tokenizer_in_a_folder(files, tmp_path):
+    folder = llama_folder(tmp_path)
+    for name, content in ({"evil.py": EVIL} | files).items():
+        (folder / name).write_text(content)
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer(bitline.open_checkpoint(folder))
+    assert not (folder / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    "template", ["{{", "{{ 1 / 0 }}", "{{ messages.x.y.z }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"]
+)
+def test_chat_template(template, tmp_path):
+    tokenizer = load_tokenizer(bitline.open_checkpoint(gguf_with_tokenizer(tmp_path, {})))
+    tokenizer.chat_template = template
+    with pytest.raises(CheckpointError, match="chat template cannot be used"):
+        encode(tokenizer, "ab", chat=True)
 
 
 # ---- memory runs out -----------------------------------------------------------------------------------------------------

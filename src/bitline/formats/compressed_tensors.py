@@ -359,9 +359,9 @@ def _micro_packed(m: _Module) -> _Plan:
 
     def build() -> QuantizedWeight:
         divisor = m.read("weight_global_scale").reshape(1, 1).double()
-        if not 0 < float(divisor) < float("inf"):
+        if not 1e-35 < float(divisor) < float("inf"):  # with less the scales are no float32
             info = m.source.tensors[f"{m.base}.weight_global_scale"]
-            raise m.error(info, "a global scale that nothing can be divided by", float(divisor), "a positive number")
+            raise m.error(info, "a global scale that nothing can be divided by", float(divisor), "a number above 1e-35")
         return m.weight(spec, m.read("weight_packed"), scale2=divisor.reciprocal())
 
     return "nvfp4-pack-quantized", spec, build

@@ -250,6 +250,9 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
             "a tensor's bytes do not fit its shape", file=file, tensor=name, found=f"{nbytes} bytes",
             expected=f"{expected} for {label} {_short(shape)}", fix=_DAMAGED,
         )  # fmt: skip
+    if math.prod(max(1, size) for size in shape) >= 1 << 60:  # torch counts strides even where there is no element
+        raise CheckpointError("an empty tensor's shape is not valid", file=file, tensor=name, found=_short(shape),
+                              expected="a product of sizes below 2**60")  # fmt: skip
     return TensorInfo(name, dtype, tuple(shape), file, nbytes), offsets[0]
 
 
