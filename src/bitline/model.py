@@ -350,7 +350,7 @@ class _Filler:
             return
         config = self.model.config.get_text_config()
         layers, more = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
-        if int(number[1]) >= layers + more:  # layers that only predict further tokens are left out on purpose
+        if layers and int(number[1]) >= layers + more:  # layers that only predict further tokens are left out on purpose
             raise CheckpointError(
                 "the checkpoint has layers that the configuration does not have", file=self.checkpoint.source.tensors[name].file,
                 tensor=name, found=f"layer {number[1]}", expected=f"{layers} layers", fix="the config is another model's",
