@@ -312,3 +312,10 @@ def test_a_kernel_for_quantized_inputs_is_not_what_a_weight_only_layer_missed():
     refused = {c.name: c for c in choice.candidates if not c.verdict}
     assert refused["TorchInt8ScaledMMLinearKernel"].kernel.quantizes_input
     assert choice.nearest_fast is None or not choice.nearest_fast.kernel.quantizes_input
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (192, 576), (4096, 4096), (49152, 576)])
+@pytest.mark.parametrize("platform", ["cuda:sm80", "cuda:sm90", "rocm:gfx942", "rocm:gfx1100", "xpu"])
+def test_a_gpu_does_not_dequantize_a_small_layer_at_every_call(platform, n, k):
+    spec = LinearSpec(n, k, types.uint4, (1, 32), zero="float", act_dtype=torch.bfloat16)
+    assert choose(spec, platform).best.name == "TritonW4A16LinearKernel"

@@ -41,6 +41,7 @@ def run_report(
         ids = encode(tokenizer, prompt, chat=chat)
         if not quiet:
             out.print(f"\n[bold]{escape(prompt)}[/]", end="\n\n" if chat else "", highlight=False, soft_wrap=True)
+        warm = _warm_up(network, tokenizer, ids, target)
         generation = generate(
             network, tokenizer, ids, max_new_tokens=max_new_tokens,
             on_text=None if quiet else lambda text: out.print(text, end="", markup=False, highlight=False, soft_wrap=True),
@@ -48,11 +49,11 @@ def run_report(
         memory = weight_memory(network)
         checks = check_layers(network) if check else []
     if not quiet:
-        _show_figures(generation, memory, loaded, checks)
+        _show_figures(generation, memory, loaded, warm, checks)
     return {
         "model": str(path), "device": str(target), "platform": str(Platform.detect(target)), "prompt": prompt,
         "text": generation.text, "prompt_tokens": generation.prompt_tokens, "new_tokens": generation.new_tokens,
-        "load_seconds": loaded, "first_token_seconds": generation.first_token_seconds,
+        "load_seconds": loaded, "warm_up_seconds": warm, "first_token_seconds": generation.first_token_seconds,
         "decode_tokens_per_second": generation.decode_tokens_per_second, "memory_bytes": memory,
         "plan": [_plan_dict(r) for r in rows], "checks": [vars(c) | {"ok": c.ok} for c in checks],
     }  # fmt: skip
@@ -120,6 +121,15 @@ def weight_memory(network: Any) -> dict[str, int]:
     return {"held": held, "bf16": bf16}
 
 
+def _warm_up(network: Any, tokenizer: Any, ids: torch.Tensor, device: torch.device) -> float:
+    """Seconds for two tokens that nobody sees: on a GPU the kernels are compiled by the first calls."""
+    if device.type == "cpu":
+        return 0.0
+    started = time.perf_counter()
+    generate(network, tokenizer, ids, max_new_tokens=2, stop=False)
+    return time.perf_counter() - started
+
+
 def _plan_dict(row: PlanRow) -> dict[str, Any]:
     runner = row.choice.runner_up
     return {
@@ -152,7 +162,7 @@ def _short(names: tuple[str, ...]) -> str:
     return f"{len(names)} × " + ", ".join(kinds) if len(names) > 1 else names[0]
 
 
-def _show_figures(generation: Any, memory: dict[str, int], loaded: float, checks: list[LayerCheck]) -> None:
+def _show_figures(generation: Any, memory: dict[str, int], loaded: float, warm: float, checks: list[LayerCheck]) -> None:
     out.print("\n")
     grid = Table.grid(padding=(0, 2))
     grid.add_row(
@@ -162,7 +172,7 @@ def _show_figures(generation: Any, memory: dict[str, int], loaded: float, checks
     grid.add_row(
         "weights", f"{size(memory['held'])} held, {size(memory['bf16'])} in bf16 ({memory['held'] / max(1, memory['bf16']):.0%})"
     )
-    grid.add_row("loaded in", f"{loaded:.1f} s")
+    grid.add_row("loaded in", f"{loaded:.1f} s" + (f", kernels compiled and warmed up in {warm:.1f} s" if warm else ""))
     out.print(grid)
     if checks:
         out.print("one layer of each shape against the reference:")

@@ -259,6 +259,7 @@ class _Plan:
         self.columns = -(-spec.n // tile.bn)
         self.values = [self.constants[name] for name in _device().gemm_kernel.arg_names if name in self.constants]
         self.compiled: Any = None
+        self.reducer: Any = None
 
     def launch(self, grid: tuple[int, int, int], aligned: bool, *arguments: Any) -> None:
         """Run `gemm_kernel`: past the first call without Triton's argument inspection, which costs more than the kernel.
@@ -271,6 +272,19 @@ class _Plan:
         compiled = _device().gemm_kernel[grid](*arguments, **self.constants)
         if aligned:
             self.compiled = compiled
+
+    def reduce(self, parts: Tensor, bias_or_x: Tensor, y: Tensor, has_bias: bool, aligned: bool) -> None:
+        """Add the splits' sums [splits, M, N] in their order, and the bias, into y; launched as in `launch`."""
+        size, n, splits = y.numel(), self.spec.n, self.tile.splits
+        grid = (-(-size // 512), 1, 1)
+        if self.reducer is not None and aligned:
+            self.reducer[grid](parts, bias_or_x, y, size, n, splits, has_bias, 512)
+            return
+        compiled = _device().reduce_kernel[grid](
+            parts, bias_or_x, y, size, n, SPLITS=splits, HAS_BIAS=has_bias, BLOCK=512, num_warps=4
+        )
+        if aligned:
+            self.reducer = compiled
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
@@ -299,15 +313,14 @@ def _fused(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, plan: _Plan
     split = tile.splits > 1
     out = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device) if split else y
     bias_or_x = x if bias is None else bias
+    aligned = (x.data_ptr() | bias_or_x.data_ptr()) % 16 == 0
     plan.launch(
-        (plan.columns, -(-m // tile.bm), tile.splits), (x.data_ptr() | bias_or_x.data_ptr()) % 16 == 0,
+        (plan.columns, -(-m // tile.bm), tile.splits), aligned,
         x, codes, scale, zero, offset, perm, bias_or_x, out,
         m, n, plan.spec.k, plan.shift, plan.chunks, scale.shape[0], plan.per_split,
     )  # fmt: skip
     if split:
-        _device().reduce_kernel[(-(-m * n // 512),)](
-            out, bias_or_x, y, m * n, n, SPLITS=tile.splits, HAS_BIAS=bias is not None, BLOCK=512, num_warps=4
-        )
+        plan.reduce(out, bias_or_x, y, bias is not None, aligned)
     return y.to(x.dtype) if y.dtype != x.dtype else y
 
 
