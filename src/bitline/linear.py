@@ -30,11 +30,17 @@ def _bound(kernel: str, spec: str) -> tuple[Callable[..., Tensor], LinearSpec]:
 on_change.append(_bound.cache_clear)
 
 
+@functools.cache
+def _several_gpus() -> bool:
+    """Kernels launch on the current device; asking which one that is takes 2 us, so it is asked only where it matters."""
+    return torch.cuda.device_count() > 1
+
+
 def _linear(x: Tensor, packed: list[Tensor], bias: Tensor | None, kernel: str, spec: str) -> Tensor:
     apply, parsed = _bound(kernel, spec)
     if x.shape[0] == 0:
         return x.new_empty(0, parsed.n)
-    if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels launch on the current device
+    if x.is_cuda and _several_gpus() and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             return apply(x.contiguous(), packed, bias, parsed)
     return apply(x.contiguous(), packed, bias, parsed)

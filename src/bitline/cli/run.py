@@ -122,11 +122,11 @@ def weight_memory(network: Any) -> dict[str, int]:
 
 
 def _warm_up(network: Any, tokenizer: Any, ids: torch.Tensor, device: torch.device) -> float:
-    """Seconds for two tokens that nobody sees: on a GPU the kernels are compiled by the first calls."""
+    """Seconds for sixteen tokens that nobody sees: on a GPU the first calls compile and load the kernels."""
     if device.type == "cpu":
         return 0.0
     started = time.perf_counter()
-    generate(network, tokenizer, ids, max_new_tokens=2, stop=False)
+    generate(network, tokenizer, ids, max_new_tokens=16, stop=False)
     return time.perf_counter() - started
 
 
