@@ -161,5 +161,9 @@ def show(report: dict[str, Any]) -> None:
             k.get("error_text") or k.get("detail") or k.get("error", ""),
         )
     out.print(grid)
+    grid = table("variable", "effect (the argument wins)")
+    for v in report["environment"]:
+        grid.add_row(v["name"], f"{v['effect']}; {v['argument']}")
+    out.print(grid)
     for name, why in report["plugin_failures"].items():
         out.print(f"[red]plug-in {name} failed to load[/]: {why}", highlight=False)
