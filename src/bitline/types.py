@@ -96,6 +96,16 @@ float8_e4m3fnuz = ScalarType("float8_e4m3fnuz", 8, "float", bias=8, exponent=4, 
 float6_e2m3 = ScalarType("float6_e2m3", 6, "float", exponent=2, mantissa=3)
 float6_e3m2 = ScalarType("float6_e3m2", 6, "float", exponent=3, mantissa=2)
 float4_e2m1 = ScalarType("float4_e2m1", 4, "float", exponent=2, mantissa=1)
+# bitsandbytes' two tables, each value the exact one of its float32.
+nf4 = ScalarType("nf4", 4, "table", table=(
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+))  # fmt: skip
+fp4_bnb = ScalarType("fp4_bnb", 4, "table", table=(
+    0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
+    0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
+))  # fmt: skip
 
 SCALAR_TYPES: dict[str, ScalarType] = {t.name: t for t in list(globals().values()) if isinstance(t, ScalarType)}
 
