@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bitline.types import nf4
+
 LAYER = "model.layers.0.mlp.up_proj"
 N, K, GROUP = 32, 64, 32
 
@@ -148,7 +150,32 @@ def auto_round() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     }
 
 
-FAMILIES = {f.__name__: f for f in (gptq, awq, packed, int8, fp8, nvfp4, mxfp4, auto_round)}
+def bnb4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [N, K], "nested_blocksize": 256,
+             "nested_dtype": "float32", "nested_offset": 0.01}  # fmt: skip
+    tensors = {
+        "weight": _words(N * K // 2, 1).to(torch.uint8), "weight.absmax": _words(N * K // 64).to(torch.uint8),
+        "weight.quant_map": torch.tensor(nf4.values()), "weight.nested_absmax": _scales(1, dtype=torch.float32),
+        "weight.nested_quant_map": _scales(256, dtype=torch.float32),
+        "weight.quant_state.bitsandbytes__nf4": json_tensor(state),
+    }  # fmt: skip
+    return named(tensors), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def json_tensor(value: Any) -> torch.Tensor:
+    """JSON as a tensor of bytes, as bitsandbytes stores it."""
+    return torch.tensor(list(value if isinstance(value, bytes) else json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def bnb8() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors = {
+        "weight": _words(N, K).to(torch.int8), "SCB": _scales(N, dtype=torch.float32),
+        "weight_format": torch.tensor(0, dtype=torch.uint8), "bias": _scales(N),
+    }  # fmt: skip
+    return named(tensors), {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+FAMILIES = {f.__name__: f for f in (gptq, awq, packed, int8, fp8, nvfp4, mxfp4, auto_round, bnb4, bnb8)}
 
 
 # ---- GGUF ----------------------------------------------------------------------------------------------------------------

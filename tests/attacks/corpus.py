@@ -31,6 +31,7 @@ from bases import (
     fp8,
     gguf_bytes,
     gptq,
+    json_tensor,
     llama_folder,
     model_tensors,
     one_matrix,
@@ -587,6 +588,68 @@ family("nvfp4", "input-scale-missing", says="lacks a tensor", tensors=put("input
 family("nvfp4", "scale-dtype", says="dtype", tensors=put("weight_scale", torch.ones(32, 4).half()), suffix="weight_scale")
 family("mxfp4", "scale-shape", says="scales do not fit", tensors=put("weight_scale", torch.zeros(32, 3, dtype=torch.uint8)))
 family("mxfp4", "scale-nan", tensors=put("weight_scale", torch.full((32, 2), 255, dtype=torch.uint8)), harmless=True)
+
+
+# ---- bitsandbytes --------------------------------------------------------------------------------------------------------
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def state(**changes: Any):
+    """A change of values in quant_state; None takes a key away."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        values = json.loads(bytes(tensors[f"{LAYER}.{STATE}"].tolist())) | changes
+        tensors[f"{LAYER}.{STATE}"] = json_tensor({key: value for key, value in values.items() if value is not None})
+
+    return change
+
+
+for what, value in {
+    "empty": b"", "not-json": b"{'a': 1}", "a-list": b"[1]", "not-utf8": b"\xff", "key-twice": b'{"shape": 1, "shape": 2}',
+    "nested-deeply": b"[" * 2000, "nan": b'{"nested_offset": NaN}',
+}.items():  # fmt: skip
+    family("bnb4", f"state-{what}", says="quant_state is not", tensors=put(STATE, json_tensor(value)), suffix=STATE)
+family(
+    "bnb4", "state-too-long", says="not a short text", suffix=STATE, tensors=put(STATE, torch.zeros(1 << 20, dtype=torch.uint8))
+)
+family("bnb4", "state-missing", says="lacks its quant_state", tensors=put(STATE, None), suffix="weight.absmax")
+family("bnb4", "state-unknown-key", says="not known", tensors=state(rotation=1), suffix=STATE)
+family("bnb4", "state-contradicts-its-name", says="contradicts its own name", tensors=state(quant_type="fp4"), suffix=STATE)
+for what, value in {
+    "flat": [2048], "three": [2, 16, 64], "text": "32x64", "zero": [0, 64], "negative": [-32, -64], "true": [True, 2048],
+    "fraction": [32.0, 64], "2^70": [1 << 70, 1],
+}.items():  # fmt: skip
+    family("bnb4", f"shape-{what}", says="not that of a linear layer", tensors=state(shape=value), suffix=STATE)
+family("bnb4", "shape-2^39", says="codes do not fit", tensors=state(shape=[1 << 39, 1 << 39]), suffix="weight", huge=True)
+family("bnb4", "shape-smaller", says="codes do not fit", tensors=state(shape=[31, 64]), suffix="weight")
+for what, value in {"zero": 0, "negative": -64, "text": "64", "2^62": 1 << 62}.items():
+    family("bnb4", f"block-{what}", says="block size", tensors=state(blocksize=value), suffix=STATE)
+    family("bnb4", f"nested-block-{what}", says="block size", tensors=state(nested_blocksize=value), suffix=STATE)
+family("bnb4", "block-contradicts", says="does not fit", tensors=state(blocksize=128), suffix="weight.absmax")
+family("bnb4", "nested-block-contradicts", says="does not fit", tensors=state(nested_blocksize=16), suffix="weight.nested_absmax")
+for what, value in {"text": "0.1", "infinite": 1e308, "missing": None, "2^2000": 1 << 2000}.items():
+    family("bnb4", f"offset-{what}", says="nested_offset", tensors=state(nested_offset=value), suffix=STATE)
+family("bnb4", "table-of-another-type", says="not the table of nf4", tensors=poke("weight.quant_map", 0.5),
+       suffix="weight.quant_map")  # fmt: skip
+family("bnb4", "table-nan", says="not the table", tensors=poke("weight.quant_map", float("nan")), suffix="weight.quant_map")
+family("bnb4", "absmax-missing", says="lacks a tensor", tensors=put("weight.absmax", None), suffix="weight.absmax")
+family("bnb4", "nested-absmax-infinite", says="infinite", suffix="weight.absmax",
+       tensors=poke("weight.nested_absmax", float("inf"), 0))  # fmt: skip
+family("bnb4", "nested-table-short", says="does not fit", tensors=put("weight.nested_quant_map", torch.ones(255)),
+       suffix="weight.nested_quant_map")  # fmt: skip
+family("bnb4", "codes-of-8-bits", says="dtype", tensors=put("weight", torch.zeros(1024, 1, dtype=torch.int64)), suffix="weight")
+family("bnb8", "order-of-a-gpu", says="GPU's own order", tensors=put("weight_format", torch.tensor(1, dtype=torch.uint8)),
+       suffix="weight_format")  # fmt: skip
+family("bnb8", "order-a-list", says="weight_format does not fit", suffix="weight_format",
+       tensors=put("weight_format", torch.zeros(7, dtype=torch.uint8)))  # fmt: skip
+family("bnb8", "scales-short", says="SCB does not fit", tensors=put("SCB", torch.ones(31)), suffix="SCB")
+family("bnb8", "scales-nan", says="NaN", tensors=poke("SCB", float("nan")), suffix="SCB")
+family("bnb8", "scales-missing", says="does not account for", tensors=put("SCB", None), suffix="weight")
+family("bnb8", "codes-missing", says="lacks a tensor", tensors=put("weight", None), suffix="weight")
+family("bnb8", "codes-one-dimension", says="not the matrix", tensors=put("weight", torch.zeros(64, dtype=torch.int8)),
+       suffix="weight")  # fmt: skip
+family("bnb8", "bias-too-long", says="bias", tensors=put("bias", torch.ones(33)), suffix="bias")
 
 
 @attack("layer-without-a-name", harmless=True)  # no layer at all, and nothing that a model has a place for
