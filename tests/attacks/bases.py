@@ -21,6 +21,7 @@ N, K, GROUP = 32, 64, 32
 
 DTYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32", torch.int64: "I64", torch.int8: "I8",
+    torch.int16: "I16",
     torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 
@@ -175,7 +176,18 @@ def bnb8() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return named(tensors), {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
-FAMILIES = {f.__name__: f for f in (gptq, awq, packed, int8, fp8, nvfp4, mxfp4, auto_round, bnb4, bnb8)}
+def gemv() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    scales = torch.nn.functional.pad(_scales(N, K // GROUP), (0, 30))
+    return named({"qweight": _words(N, K // 8), "qzeros": _words(N, 4), "scales": scales}), awq()[1] | {"version": "gemv"}
+
+
+def gemv_fast() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    scales = torch.nn.functional.pad(_scales(N, K // GROUP), (0, 30)).t().contiguous()
+    tensors = {"qweight": _words(N // 4, K).to(torch.int16), "qzeros": scales * -8, "scales": scales}
+    return named(tensors), awq()[1] | {"version": "gemv_fast"}
+
+
+FAMILIES = {f.__name__: f for f in (gptq, awq, packed, int8, fp8, nvfp4, mxfp4, auto_round, bnb4, bnb8, gemv, gemv_fast)}
 
 
 # ---- GGUF ----------------------------------------------------------------------------------------------------------------

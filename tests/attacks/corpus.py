@@ -422,7 +422,7 @@ family("gptq", "g-idx-fractions", says="g_idx", tensors=put("g_idx", torch.zeros
 family("gptq", "g-idx-too-short", says="g_idx", tensors=put("g_idx", torch.zeros(63).int()), suffix="g_idx")
 family("gptq", "g-idx-too-deep", says="g_idx", tensors=put("g_idx", torch.zeros(64, 1).int()), suffix="g_idx")
 family("gptq", "g-idx-of-uneven-groups", tensors=put("g_idx", torch.zeros(64).int()), harmless=True)
-family("awq", "version-unknown", says="not supported yet", config={"version": "gemv"}, file="config.json")
+family("awq", "version-unknown", says="not supported yet", config={"version": "marlin"}, file="config.json")
 family("awq", "version-number", says="not supported yet", config={"version": 3}, file="config.json")
 
 # Expressions that take a backtracking matcher longer than the universe has been there; the last one is refused for it.
@@ -650,6 +650,33 @@ family("bnb8", "codes-missing", says="lacks a tensor", tensors=put("weight", Non
 family("bnb8", "codes-one-dimension", says="not the matrix", tensors=put("weight", torch.zeros(64, dtype=torch.int8)),
        suffix="weight")  # fmt: skip
 family("bnb8", "bias-too-long", says="bias", tensors=put("bias", torch.ones(33)), suffix="bias")
+
+
+# ---- AWQ, versions gemv and gemv_fast ------------------------------------------------------------------------------------
+
+for base in ("gemv", "gemv_fast"):
+    family(base, "version-of-the-other", says="another dtype", suffix="qweight",
+           config={"version": "gemv" if base == "gemv_fast" else "gemv_fast"})  # fmt: skip
+    family(base, "two-versions", says="two versions", config={"checkpoint_format": "gemm"}, file="config.json")
+    family(base, "bits-contradict", says="has 4 bits", config={"bits": 8}, suffix="qweight")
+    family(base, "group-size-larger", says="about groups", config={"group_size": 64}, suffix="scales")
+    family(base, "group-size-smaller", says="about groups", config={"group_size": 16}, suffix="scales")
+    family(base, "group-size-1", says="scales does not fit", config={"group_size": 1}, suffix="scales")
+    family(base, "group-size-2^62", says="about groups", config={"group_size": 1 << 62}, suffix="scales", huge=True)
+    family(base, "scales-missing", says="lacks a tensor", tensors=put("scales", None), suffix="scales")
+    family(base, "scales-all-zero", says="about groups", suffix="scales",
+           tensors=lambda t: t[f"{LAYER}.scales"].zero_())  # fmt: skip
+    family(base, "scales-nan", says="NaN", tensors=poke("scales", float("nan"), 0), suffix="scales")
+    family(base, "zeros-missing", says="lacks a tensor", tensors=put("qzeros", None), suffix="qzeros")
+    family(base, "zeros-short", says="qzeros does not fit", suffix="qzeros",
+           tensors=put("qzeros", torch.zeros(32, 3, dtype=torch.int32 if base == "gemv" else torch.float16)))  # fmt: skip
+    family(base, "codes-empty", says="not the matrix", suffix="qweight",
+           tensors=put("qweight", torch.zeros(0, 8, dtype=torch.int32 if base == "gemv" else torch.int16)))  # fmt: skip
+family("gemv_fast", "columns-not-in-runs", says="64 columns at a time", suffix="qweight",
+       tensors=put("qweight", torch.zeros(8, 72, dtype=torch.int16)))  # fmt: skip
+family("gemv_fast", "zeros-infinite", says="infinite", tensors=poke("qzeros", float("inf"), 0), suffix="qzeros")
+family("gemv_fast", "zeros-of-another-dtype", says="another dtype", suffix="qzeros",
+       tensors=put("qzeros", torch.zeros(32, 32)))  # fmt: skip
 
 
 @attack("layer-without-a-name", harmless=True)  # no layer at all, and nothing that a model has a place for

@@ -109,7 +109,7 @@ def test_shards_make_the_whole(dim, tmp_path):
     assert torch.equal(torch.cat([weight.shard(dim, r, 5).dequantize() for r in range(5)], dim), weight.dequantize())
 
 
-@pytest.mark.parametrize("version", ["gemv", "GEMV_fast", "marlin", "exllama", "ipex"])
+@pytest.mark.parametrize("version", ["gemv2", "Marlin", "exllama", "ipex"])
 def test_other_versions_are_refused_by_name(version, tmp_path):
     with pytest.raises(CheckpointError, match=f"version {version!r} is not supported yet"):
         one(tmp_path, config(version=version), awq(*random_layer(K, N, 3, 4)))

@@ -1,6 +1,7 @@
 """AWQ, version gemm: qweight packed along N with columns interleaved by 8, as AutoAWQ, GPTQModel and AutoRound write it.
 
 Zero points are stored as they are. `zero_point: false` does not mean that there are none: where qzeros exist they count.
+Versions gemv and gemv_fast are in awq_gemv.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from bitline import types
 from bitline.errors import CheckpointError
-from bitline.formats import _words
+from bitline.formats import _words, awq_gemv
 from bitline.formats._intconfig import ModuleSettings, packing
 from bitline.formats._intmodule import IntModule, modules
 from bitline.formats.base import LayerRecord, TensorSource
@@ -22,10 +23,11 @@ from bitline.formats.config import find_quantization
 from bitline.types import LinearSpec
 
 WIDTHS = (4, 5, 6, 7)  # no producer writes AWQ of another width
+VERSIONS = ("gemm", "gemv", "gemv_fast", "llm-awq")
 
 
 class AWQReader:
-    """Layer records of AWQ gemm checkpoints, and of AutoRound's own in the same layout."""
+    """Layer records of AWQ checkpoints, and of AutoRound's own in the layout of version gemm."""
 
     name = "awq"
 
@@ -37,26 +39,34 @@ class AWQReader:
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
         """Every module with a qweight. Of tensor data only the qzeros of configs without zero points are read."""
         config, file = find_quantization(source)
-        _check(config, file)
+        version = _version(config, file)
         names = list(modules(source))
         settings = ModuleSettings(config, file, frozenset(names))
+        if version != "gemm":
+            yield from awq_gemv.records(source, version, settings, file)
+            return
         label = "awq gemm" if packing(config) is None else "auto-round awq gemm"
         for base in names:
             yield _record(IntModule(source, base, settings.of(base), file), label)
 
 
-def _check(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse what is not laid out as version gemm is."""
+def _version(config: Mapping[str, Any], file: Path) -> str:
+    """The layout that the config names; what is not laid out in one of the known ways is refused."""
+    named: set[str] = set()
     for key in ("version", "checkpoint_format", "format"):
         value = config.get(key)
-        if value is not None and str(value).lower() != "gemm":
+        if value is not None and str(value).lower() not in VERSIONS:
             raise CheckpointError(
-                f"AWQ {key} {value!r} is not supported yet", file=file, found=repr(value), expected="'gemm'",
+                f"AWQ {key} {value!r} is not supported yet", file=file, found=repr(value), expected=" or ".join(VERSIONS),
                 fix="save or get the model in AWQ's gemm version",
             )  # fmt: skip
+        named |= {str(value).lower()} - {"none"}
+    if len(named) > 1:
+        raise CheckpointError("the config names two versions of AWQ", file=file, found=" and ".join(sorted(named)))
     act_bits = config.get("act_bits")
     if isinstance(act_bits, int) and act_bits < 16:
         raise CheckpointError("AWQ with quantized activations is not supported yet", file=file, found=f"act_bits {act_bits}")
+    return named.pop() if named else "gemm"
 
 
 def _record(m: IntModule, label: str) -> LayerRecord:
