@@ -59,7 +59,7 @@ def test_every_field_is_in_the_key():
         "n": 128, "k": 384, "weight": types.uint4, "block": (1, 64), "block_offset": (0, 3), "scale_dtype": torch.float16,
         "zero": "int", "scale2_block": (256, 512), "act_order": True, "ragged": True,
         "act": ActSpec(types.int8), "act_dtype": torch.float32,
-        "bias": True,
+        "bias": True, "input_multiplier": True,
     }  # fmt: skip
     keys = {SPEC.replace(**{name: value}).key for name, value in changes.items()} | {SPEC.key}
     assert len(keys) == len(changes) + 1

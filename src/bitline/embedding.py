@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from bitline.errors import WeightError
 from bitline.kernels.reference import ReferenceLinearKernel, rebuild
 from bitline.types import DTYPES, LinearSpec, dtype_name
 from bitline.weight import QuantizedWeight
@@ -35,6 +36,8 @@ class QuantEmbedding(nn.Module):
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
+        if weight.input_multiplier is not None:
+            raise WeightError("an embedding has no input to multiply", field="input_multiplier", tensor=weight.origin)
         weight = weight.with_bias(None).to(device)
         self.spec, self.dtype = weight.spec, dtype
         self.num_embeddings, self.embedding_dim = weight.shape

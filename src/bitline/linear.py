@@ -103,31 +103,35 @@ class QuantLinear(nn.Module):
     def reload(self, weight: QuantizedWeight) -> None:
         """Take another weight of the same spec, as after a training step. Nothing changes if it does not fit."""
         weight = weight.with_act_dtype(self.spec.act_dtype)
-        if weight.spec != self.spec:
-            raise InputError("cannot reload a layer with a weight of another spec", found=weight.spec, expected=self.spec)
+        expected = self.spec.replace(input_multiplier=self._multiplier is not None)
+        if weight.spec != expected:
+            raise InputError("cannot reload a layer with a weight of another spec", found=weight.spec, expected=expected)
         self._load(weight, self._packed[0].device)
 
     def _load(self, weight: QuantizedWeight, device: torch.device) -> None:
         try:
-            packed = self.choice.kernel.pack(weight.to(device))
+            packed = self.choice.kernel.pack(weight.without_input_multiplier().to(device))
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise OutOfMemoryError(
                 f"no memory on {device} to pack {weight.origin or 'a weight'}", found=f"{weight.nbytes()} bytes to pack"
             ) from error
         bias = None if weight.bias is None else weight.bias.to(device, weight.spec.act_dtype)
-        self._adopt(packed, bias)
+        multiplier = None if weight.input_multiplier is None else weight.input_multiplier.to(device)
+        self._adopt(packed, bias, multiplier)
 
-    def _adopt(self, packed: Packed, bias: Tensor | None) -> None:
+    def _adopt(self, packed: Packed, bias: Tensor | None, multiplier: Tensor | None = None) -> None:
         self._names = tuple(packed)
         for name, tensor in packed.items():
             self.register_buffer(name, tensor, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("input_multiplier", multiplier, persistent=False)
         self._bind()
 
     def _bind(self) -> None:
         """Everything a call needs, looked up once: nn.Module's attribute look-up costs more than the operator."""
         self._packed: list[Tensor] = [self.get_buffer(name) for name in self._names]
         self._call = (self._buffers["bias"], self.choice.best.name, self.spec.key)
+        self._multiplier = self._buffers["input_multiplier"]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -138,6 +142,10 @@ class QuantLinear(nn.Module):
                              fix="load the model with the dtype it is run in")  # fmt: skip
         if x.requires_grad and torch.is_grad_enabled():
             raise InputError("QuantLinear is for inference and has no gradient", fix="call it under torch.inference_mode()")
+        if self._multiplier is not None:
+            # Here and not in a kernel: every kernel can do it, and a compiler can fuse it with what made x. torch multiplies
+            # in float32, or what is wider than both dtypes, and rounds once.
+            x = (x * self._multiplier).to(spec.act_dtype)
         if x.dim() == 2:
             return OP(x, self._packed, *self._call)
         rows = math.prod(x.shape[:-1])

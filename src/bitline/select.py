@@ -182,7 +182,9 @@ def choose(
 
     platform: a Platform or its text form, by default this machine's CPU. policy: by default Policy.from_env().
     kernels: by default every registered one. Raises NoKernelError where the policy leaves nothing that can run.
+    Kernels are asked about the spec without `input_multiplier`, and the choice holds that spec: the layer itself multiplies.
     """
+    spec = spec.replace(input_multiplier=False) if spec.input_multiplier else spec
     if platform is None:
         platform = Platform.detect()
     elif isinstance(platform, str):

@@ -172,6 +172,8 @@ class LinearSpec:
     scale2_block: block of a second, coarser scale: (n, k) for NVFP4's global scale, (1, 256) for GGUF's K-quants.
     act_order: columns are stored in another order than the input's; ragged: groups are not `bk` columns each.
     act: how the input is to be quantized, None for a weight-only scheme.
+    input_multiplier: the input is first multiplied by one number a column. The layer does that, so kernels are asked
+        about the spec without it.
     """
 
     n: int
@@ -187,6 +189,7 @@ class LinearSpec:
     act: ActSpec | None = None
     act_dtype: torch.dtype = torch.bfloat16
     bias: bool = False
+    input_multiplier: bool = False
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.k < 1:
@@ -225,7 +228,7 @@ class LinearSpec:
         else:
             size = f"{bn}x{bk}"
         extra = {"none": "", "int": "+zero", "float": "+offset"}[self.zero]
-        order = " act-order" if self.act_order else ""
+        order = (" act-order" if self.act_order else "") + (" input-scaled" if self.input_multiplier else "")
         return f"{self.weight.name}{extra} {size}{order}" + (f" a:{self.act}" if self.act else "")
 
     @property
@@ -268,6 +271,7 @@ class LinearSpec:
                 str(self.act or "-"),
                 dtype_name(self.act_dtype),
                 "bias" if self.bias else "-",
+                *(("input_multiplier",) if self.input_multiplier else ()),
             )
         )
 
@@ -275,7 +279,7 @@ class LinearSpec:
     @functools.cache
     def parse(key: str) -> LinearSpec:
         """The inverse of `key`."""
-        shape, weight, block, scale, zero, scale2, order, ragged, act, dtype, bias = key.split(";")
+        shape, weight, block, scale, zero, scale2, order, ragged, act, dtype, bias, *more = key.split(";")
         n, k = map(int, shape.split("x"))
         size, off_n, off_k = block.split("+")
         bn, bk = map(int, size.split("x"))
@@ -284,7 +288,7 @@ class LinearSpec:
         return LinearSpec(
             n, k, SCALAR_TYPES[weight], (bn, bk), (int(off_n), int(off_k)), DTYPES[scale], kind,
             (b2n, b2k) if b2n else None, order != "-", ragged != "-",
-            None if act == "-" else ActSpec.parse(act), DTYPES[dtype], bias != "-",
+            None if act == "-" else ActSpec.parse(act), DTYPES[dtype], bias != "-", bool(more),
         )  # fmt: skip
 
     def __hash__(self) -> int:

@@ -33,7 +33,8 @@ class QuantizedWeight:
         NVFP4's global scale, so that a file that stores its reciprocal is still decoded exactly).
     perm: int32 [K], stored column j is input column perm[j]. group_index: int32 [K], non-decreasing; the scale column
         of stored column j, where groups are not regular.
-    input_scale, input_zero: scalars of a static activation scheme. bias: [N].
+    input_scale, input_zero: scalars of a static activation scheme. input_multiplier: [K], a factor of each input column,
+        applied before the input is quantized and no part of `dequantize`. bias: [N].
     """
 
     spec: LinearSpec
@@ -48,6 +49,7 @@ class QuantizedWeight:
     input_scale: Tensor | None = None
     input_zero: Tensor | None = None
     bias: Tensor | None = None
+    input_multiplier: Tensor | None = None
     origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +96,11 @@ class QuantizedWeight:
         for name, scalar in (("input_scale", self.input_scale), ("input_zero", self.input_zero)):
             if scalar is not None and scalar.numel() != 1:
                 raise self._error(name, f"shape {list(scalar.shape)}", "one number")
+        if (self.input_multiplier is not None) != s.input_multiplier:
+            found = "absent" if self.input_multiplier is None else "present"
+            raise self._error("input_multiplier", found, f"input_multiplier={s.input_multiplier}")
+        if self.input_multiplier is not None:
+            self._expect("input_multiplier", self.input_multiplier, (s.k,))
         if (self.bias is not None) != s.bias:
             raise self._error("bias", "absent" if self.bias is None else "present", f"bias={s.bias}")
         if self.bias is not None:
@@ -101,7 +108,7 @@ class QuantizedWeight:
 
     def _check_values(self) -> None:
         s = self.spec
-        for name in ("scale", "scale2", "offset", "offset2", "input_scale", "bias"):
+        for name in ("scale", "scale2", "offset", "offset2", "input_scale", "input_multiplier", "bias"):
             tensor = getattr(self, name)
             if tensor is None or not tensor.dtype.is_floating_point or tensor.dtype == torch.float8_e8m0fnu:
                 continue  # E8M0's one NaN is a legal shared scale (OCP MX 1.0, 5.4.1) and has to reach the output
@@ -170,6 +177,16 @@ class QuantizedWeight:
     def with_act_dtype(self, dtype: torch.dtype) -> QuantizedWeight:
         """The same weight for inputs of another dtype."""
         return dataclasses.replace(self, spec=self.spec.replace(act_dtype=dtype))
+
+    def without_input_multiplier(self) -> QuantizedWeight:
+        """The weight alone, for a caller that multiplies the input itself."""
+        if self.input_multiplier is None:
+            return self
+        return dataclasses.replace(self, spec=self.spec.replace(input_multiplier=False), input_multiplier=None)
+
+    def scaled_input(self, x: Tensor) -> Tensor:
+        """x [..., K] times input_multiplier, in float32 and rounded once to x's dtype; x itself where there is none."""
+        return x if self.input_multiplier is None else (x.float() * self.input_multiplier.float()).to(x.dtype)
 
     def unpacked(self, rows: slice | Tensor = slice(None)) -> Tensor:
         """Raw codes, one per byte, uint8 [n, K], columns as stored."""
@@ -315,6 +332,7 @@ class QuantizedWeight:
             self,
             spec=s.replace(k=stop - start, block=s.block, block_offset=(s.block_offset[0], offset), **changes.pop("spec")),
             codes=bits.narrow(self.codes, s.weight.bits, start, stop)[:, : bits.row_bytes(stop - start, s.weight.bits)],
+            input_multiplier=None if self.input_multiplier is None else self.input_multiplier[start:stop],
             **changes,
         )
 
@@ -337,6 +355,7 @@ class QuantizedWeight:
             codes=bits.take(self.codes, s.weight.bits, s.k, kept),
             scale=_select(scale, 1, used), zero=pick(self.zero), offset=pick(offset), scale2=None, offset2=None,
             perm=None if trivial else new_perm.int(), group_index=group_index.int(),
+            input_multiplier=None if self.input_multiplier is None else self.input_multiplier[start:stop],
         )  # fmt: skip
 
     def _cut_grids(self, dim: int, start: int, stop: int, first: int, last: int) -> dict[str, Any]:

@@ -17,7 +17,8 @@ FACTOR = 2.0  # a kernel may be this many times as far from the exact product as
 def reference64(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """The exact layer: x [M, K] times the weight in float64, bias added. float64 [M, N].
 
-    Where the scheme quantizes its input, x is quantized and read back first, as `activations.fake_quantize` defines.
+    Where the scheme scales its input, x is scaled and rounded to its dtype first; where it quantizes it, x is then quantized
+    and read back, as `activations.fake_quantize` defines.
     """
     values = _input(x, weight).double()
     out = values.new_empty(x.shape[0], weight.spec.n)
@@ -37,7 +38,7 @@ def torch_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def _input(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    act = weight.spec.act
+    act, x = weight.spec.act, weight.scaled_input(x)
     return x if act is None else fake_quantize(x, act, weight.input_scale, weight.input_zero)
 
 
