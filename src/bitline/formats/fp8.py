@@ -1,0 +1,181 @@
+"""quant_method fp8 as DeepSeek, transformers, AutoFP8 and AutoRound write it: one FP8 code each, and scales that multiply.
+
+`weight_scale_inv` is the inverse of what the quantizer divided by, so it multiplies like `weight_scale` and `scale` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from bitline import types
+from bitline.errors import CheckpointError
+from bitline.formats._intconfig import AUTO_ROUND
+from bitline.formats._module import E8M0, FLOATS, NUMBER, Hints, Module
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
+from bitline.formats.config import find_quantization, quantization_config
+from bitline.types import ActSpec, LinearSpec
+from bitline.weight import QuantizedWeight
+
+FP8 = {
+    torch.float8_e4m3fn: types.float8_e4m3fn, torch.float8_e5m2: types.float8_e5m2,
+    torch.float8_e4m3fnuz: types.float8_e4m3fnuz,
+}  # fmt: skip
+SCALES = ("weight_scale_inv", "weight_scale", "scale")
+_INPUTS = ("input_scale", "activation_scale")
+_USUAL = (128, 128)  # the block of every file known that does not name its own
+
+
+class _Config(msgspec.Struct):
+    """The keys that matter; a null is what an absent key is. AutoRound's own keys are act_bits and group_size."""
+
+    activation_scheme: Literal["dynamic", "static"] | None = None
+    weight_block_size: list[int] | None = None
+    group_size: list[int] | int | None = None
+    act_bits: int | None = None
+    fmt: str | None = None
+    scale_fmt: str | None = None
+    modules_to_not_convert: list[str] | None = None
+    ignored_layers: list[str] | None = None
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns of a scale block, None where the config names none."""
+        sizes = self.weight_block_size or (self.group_size if isinstance(self.group_size, list) else None)
+        if sizes is None:
+            return None
+        if len(sizes) != 2 or min(sizes) < 1:
+            raise ValueError(f"weight_block_size is {sizes}, expected two positive sizes")
+        return sizes[0], sizes[1]
+
+    def act(self, columns: int | None) -> ActSpec | None:
+        """How inputs are quantized. columns: of a weight's scale block, None for a weight without blocks."""
+        if self.act_bits is not None and self.act_bits >= 16:
+            return None
+        dtype = types.float8_e5m2 if self.fmt == "e5m2" else types.float8_e4m3fn
+        if self.activation_scheme == "static":
+            return ActSpec(dtype, dynamic=False, granularity="tensor")
+        if columns is None:
+            return ActSpec(dtype)
+        # "ue8m0": scales are rounded up to a power of two, which is what MX does with E4M3 but for an absolute maximum of
+        # exactly 448 * 2**e, where MX takes the next one.
+        return ActSpec(dtype, True, "group", columns, scale="e8m0" if self.scale_fmt == "ue8m0" else "float")
+
+
+class FP8Reader:
+    """Layer records of fp8 checkpoints, and of AutoRound's in the same layout."""
+
+    name = "fp8"
+
+    def matches(self, source: TensorSource) -> bool:
+        """True for quant_method "fp8", and "auto-round" with packing_format "auto_round:fp8"."""
+        config = quantization_config(source)
+        if config.get("quant_method") in AUTO_ROUND:
+            return config.get("packing_format") == "auto_round:fp8"
+        return config.get("quant_method") == "fp8"
+
+    def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
+        """Every module whose `weight` is FP8, or two FP4 codes in a byte under an E8M0 `scale`. No tensor data is read."""
+        raw, file = find_quantization(source)
+        config = _parse(raw, file)
+        hints = Hints([*(config.modules_to_not_convert or ()), *(config.ignored_layers or ())], file)
+        label = "auto-round fp8" if raw.get("quant_method") in AUTO_ROUND else "fp8"
+        for name, info in source.tensors.items():
+            base, dot, suffix = name.rpartition(".")
+            weight = source.tensors.get(f"{base}.weight")
+            if suffix == "weight" and dot and info.dtype in FP8:
+                module = Module(source, base)
+                hints.note(module)
+                yield _record(module, config, label, file)
+            elif suffix == "weight" and dot and info.dtype == torch.int8 and f"{base}.scale" in source.tensors:
+                module = Module(source, base)
+                hints.note(module)
+                yield _fp4_record(module, config, label)
+            elif suffix in SCALES[:2] and (weight is None or weight.dtype not in FP8):
+                found = "no weight" if weight is None else f"a weight of {weight.dtype}"
+                raise CheckpointError(
+                    "scales without codes", file=info.file, tensor=name, found=found, expected=f"{base}.weight in FP8 beside them"
+                )
+
+
+def _parse(raw: Mapping[str, Any], file: Path) -> _Config:
+    try:
+        config = msgspec.convert(raw, _Config)
+        _ = config.block
+    except (msgspec.ValidationError, ValueError) as error:
+        raise CheckpointError("the quantization config is not valid", file=file, found=error) from error
+    return config
+
+
+def _record(m: Module, config: _Config, label: str, file: Path) -> LayerRecord:
+    n, k = m.matrix()
+    scale = m.need(SCALES[0], (*FLOATS, *E8M0), *SCALES[1:])
+    block, how = _block(m, scale, n, k, config, file)
+    dtype = torch.float8_e8m0fnu if scale.dtype in E8M0 else scale.dtype
+    act = config.act(min(block[1], k) if how == "block" else None)
+    inputs = m.number(*_INPUTS) if act is not None and not act.dynamic else None
+    for left in (*SCALES, *_INPUTS):
+        m.find(left)  # an input scale of a dynamic scheme, left over from calibration, belongs to the layer
+    bias = m.vector("bias", n, "a bias")
+    spec = LinearSpec(n, k, FP8[m.main.dtype], block, scale_dtype=dtype, act=act, bias=bias is not None)
+
+    def build() -> QuantizedWeight:
+        return QuantizedWeight(
+            spec, m.read(m.main).view(torch.uint8), m.read(scale).view(dtype).reshape(spec.grid),
+            input_scale=None if inputs is None else m.read(inputs).reshape(()),
+            bias=None if bias is None else m.read(bias, n), origin=m.base,
+        )  # fmt: skip
+
+    return m.record(f"{label} {how}", spec, build, {"scale": scale, "input_scale": inputs, "bias": bias})
+
+
+def _block(
+    m: Module, scale: TensorInfo, n: int, k: int, config: _Config, file: Path
+) -> tuple[tuple[int, int], Literal["tensor", "channel", "block"]]:
+    """The block of one scale, from the config where it names one, else from the shape of the scales."""
+    if config.block is not None:
+        bn, bk = config.block
+        grid = -(-n // bn), -(-k // bk)
+        if scale.shape != grid and not (grid == (1, 1) and scale.shape in NUMBER):
+            raise m.unfit(scale, n, k, f"{list(grid)}, as blocks of {bn} x {bk} in {file.name} mean")
+        return (bn, bk), "block"
+    if scale.shape in NUMBER:
+        return (n, k), "tensor"
+    if scale.shape in ((n,), (n, 1)):
+        return (1, k), "channel"
+    grid = -(-n // _USUAL[0]), -(-k // _USUAL[1])
+    if scale.shape != grid:
+        raise m.unfit(scale, n, k, f"[] (per tensor), [{n}] (per row), or {list(grid)} (blocks of 128 x 128)")
+    m.oddities.append("the config names no weight_block_size: blocks of 128 x 128 fit the scales")
+    return _USUAL, "block"
+
+
+def _fp4_record(m: Module, config: _Config, label: str) -> LayerRecord:
+    """Experts of DeepSeek-V4: two E2M1 codes in an int8, the lower one first, and an E8M0 scale for 32 columns."""
+    n, columns = m.matrix()
+    k = 2 * columns
+    scale = m.need("scale", E8M0)
+    if scale.shape != (n, -(-k // 32)):
+        raise m.unfit(scale, n, k, f"{[n, -(-k // 32)]} (one for 32 columns)")
+    bias = m.vector("bias", n, "a bias")
+    act = config.act(min((config.block or _USUAL)[1], k))
+    if act is not None and not act.dynamic:
+        raise m.error(m.main, "FP4 experts with static activations are not supported yet", "activation_scheme static", "dynamic")
+    spec = LinearSpec(
+        n, k, types.float4_e2m1, (1, 32), scale_dtype=torch.float8_e8m0fnu, act=act, bias=bias is not None
+    )  # fmt: skip
+
+    def build() -> QuantizedWeight:
+        return QuantizedWeight(
+            spec, m.read(m.main).view(torch.uint8), m.read(scale).view(torch.float8_e8m0fnu),
+            bias=None if bias is None else m.read(bias, n), origin=m.base,
+        )  # fmt: skip
+
+    return m.record(f"{label} fp4", spec, build, {"scale": scale, "bias": bias})
+
+
+READER = FP8Reader()
