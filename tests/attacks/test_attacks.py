@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import corpus
+import corpus_float  # noqa: F401  (its attacks are in the corpus once it is imported)
 import pytest
 import torch
 from bases import FAMILIES, LAYER, gptq, llama_folder, write

@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import corpus_float  # noqa: F401  (its families are among the bases once it is imported)
 import pytest
 import torch
 from bases import ARRAY, FAMILIES, PAIRS, STRING, U32, gguf_bytes, model_tensors, pair, write
