@@ -187,7 +187,33 @@ def gemv_fast() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return named(tensors), awq()[1] | {"version": "gemv_fast"}
 
 
-FAMILIES = {f.__name__: f for f in (gptq, awq, packed, int8, fp8, nvfp4, mxfp4, auto_round, bnb4, bnb8, gemv, gemv_fast)}
+def quark4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors = {
+        "weight": _words(K, N // 8), "weight_scale": _scales(K // GROUP, N), "weight_zero_point": _words(K // GROUP, N // 8),
+    }  # fmt: skip
+    spec = {"dtype": "uint4", "qscheme": "per_group", "group_size": GROUP, "ch_axis": -1, "symmetric": False}
+    layer = {"weight": spec, "input_tensors": None, "output_tensors": None, "bias": None}
+    return named(tensors), {
+        "quant_method": "quark", "global_quant_config": layer, "layer_quant_config": {}, "layer_type_quant_config": {},
+        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+    }  # fmt: skip
+
+
+def quark_nvfp4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors = {
+        "weight": _words(N, K // 2).to(torch.uint8), "weight_scale": _scales(N, K // 16).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.01), "input_scale_2": torch.tensor(0.02),
+    }  # fmt: skip
+    spec = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "ch_axis": -1, "is_dynamic": False}
+    scale = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_scale_quant": True, "is_dynamic": False}
+    layer = {"weight": [spec, scale], "input_tensors": [spec | {"is_dynamic": True}, scale]}
+    return named(tensors), {"quant_method": "quark", "global_quant_config": layer, "export": {"pack_method": "reorder"}}
+
+
+FAMILIES = {
+    f.__name__: f
+    for f in (gptq, awq, packed, int8, fp8, nvfp4, mxfp4, auto_round, bnb4, bnb8, gemv, gemv_fast, quark4, quark_nvfp4)
+}
 
 
 # ---- GGUF ----------------------------------------------------------------------------------------------------------------

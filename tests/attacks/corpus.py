@@ -679,6 +679,54 @@ family("gemv_fast", "zeros-of-another-dtype", says="another dtype", suffix="qzer
        tensors=put("qzeros", torch.zeros(32, 32)))  # fmt: skip
 
 
+# ---- Quark ---------------------------------------------------------------------------------------------------------------
+
+
+def quark(**changes: Any):
+    """A change of the weight's spec."""
+    return lambda c: c["global_quant_config"]["weight"].update(changes)
+
+
+for what, value in {"unknown": "int5", "missing": None, "list": ["uint4"], "of-8-bits": "int8"}.items():
+    family("quark4", f"dtype-{what}", says="not supported yet", config=quark(dtype=value), suffix="weight")
+family("quark4", "scheme-unknown", says="not supported yet", config=quark(qscheme="per_channel"), suffix="weight")
+family("quark4", "dtype-contradicts", says="another dtype", config=quark(dtype="fp4"), suffix="weight")
+for what, value in {"zero": 0, "text": "32", "2^62": 1 << 62, "contradicts": 16, "missing": None}.items():
+    family("quark4", f"group-size-{what}", says="about groups", config=quark(group_size=value), suffix="weight_scale")
+family("quark4", "axis", says="about groups", config=quark(ch_axis=0), suffix="weight_scale")
+family("quark4", "pack-method-unknown", says="pack_method", file="config.json", config={"export": {"pack_method": "x" * 9000}})
+family("quark4", "export-a-list", says="export is not an object", file="config.json", config={"export": []})
+family("quark4", "not-quantized", says="does not say how", file="config.json", config={"global_quant_config": {}})
+family("quark4", "weight-a-text", says="not a spec", file="config.json", config={"global_quant_config": {"weight": "uint4"}})
+family("quark4", "layer-a-text", says="not an object", file="config.json", config={"layer_quant_config": {"*": "uint4"}})
+family("quark4", "pattern-endless", harmless=True, config={"layer_quant_config": {"*a*a*a*a*a*a*a*a*a*a*a*a*b" * 5: {}}})
+family("quark4", "pattern-long", says="too large", file="config.json", config={"layer_quant_config": {"*a" * 9000: {}}})
+family("quark4", "output-quantized", says="output_tensors", file="config.json",
+       config=lambda c: c["global_quant_config"].update(output_tensors={"dtype": "fp8_e4m3"}))  # fmt: skip
+family("quark4", "symmetric-with-zeros", says="there are zero points", suffix="weight_zero_point",
+       config=quark(dtype="int4", symmetric=True))  # fmt: skip
+family("quark4", "zeros-missing", says="lacks a tensor", tensors=put("weight_zero_point", None), suffix="weight_zero_point")
+family("quark4", "zeros-short", says="does not fit", tensors=put("weight_zero_point", torch.zeros(2, 3).int()),
+       suffix="weight_zero_point")  # fmt: skip
+family("quark4", "scales-transposed", says="do not fit", tensors=put("weight_scale", torch.ones(32, 2).half()), suffix="weight")
+family("quark4", "scales-nan", says="NaN", tensors=poke("weight_scale", float("nan")), suffix="weight_scale")
+family("quark4", "weight-missing", says="lacks a tensor", tensors=put("weight", None), suffix="weight")
+family("quark4", "scales-missing", harmless=True, tensors=put("weight_scale", None))  # words without scales are no layer
+family("quark4", "rotated", says="transformed", tensors=put("input_rotation", torch.ones(4, 4).to(torch.int8)),
+       suffix="input_rotation")  # fmt: skip
+family("quark_nvfp4", "scale-of-scales-missing", says="lacks a tensor", tensors=put("weight_scale_2", None),
+       suffix="weight_scale_2")  # fmt: skip
+family("quark_nvfp4", "scale-of-scales-nan", says="NaN", tensors=put("weight_scale_2", torch.tensor(float("nan"))),
+       suffix="weight_scale_2")  # fmt: skip
+for what, number in {"zero": 0.0, "negative": -1.0, "nan": float("nan"), "tiny": 1e-40}.items():
+    family("quark_nvfp4", f"input-scale-{what}", says="no scale", tensors=put("input_scale_2", torch.tensor(number)),
+           suffix="input_scale_2")  # fmt: skip
+family("quark_nvfp4", "scales-of-another-dtype", says="another dtype", suffix="weight_scale",
+       tensors=put("weight_scale", torch.ones(32, 4)))  # fmt: skip
+family("quark_nvfp4", "three-specs", says="not a spec, nor two", file="config.json",
+       config=lambda c: c["global_quant_config"]["weight"].append({}))  # fmt: skip
+
+
 @attack("layer-without-a-name", harmless=True)  # no layer at all, and nothing that a model has a place for
 def _(folder: Path) -> Path:
     tensors, settings = packed()
