@@ -107,7 +107,7 @@ def test_doctor():
         (["explain", "FOLDER", "--backend", "nope"], 1, "no kernel has"),
         (["explain", "FOLDER", "--tp", "4096"], 1, "more ranks"),
         (["run", "FOLDER", "--dtype", "int3"], 1, "unknown --dtype"),
-        (["run", "FOLDER", "--device", "toaster"], 1, "unknown --device"),
+        (["run", "FOLDER", "--device", "toaster"], 1, "not a device"),
         (["run", "FOLDER", "--prompt", ""], 1, "no tokens"),
         (["run", "FOLDER", "--chat"], 1, "no chat template"),
         (["run", "FOLDER", "-n", "5000"], 1, "longer than the model's context"),
@@ -133,3 +133,51 @@ def test_errors_as_json(folder):
 
 def test_version():
     assert bitline("--version").stdout.startswith("bitline 0.")
+
+
+def test_a_request_that_cannot_be_met_is_said(folder):
+    done = bitline("run", folder, "--prompt", "w5", "-n", 2, "--kernel", "TorchInt8PackLinearKernel")
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 0 and "TorchInt8PackLinearKernel was asked for and cannot run this layer" in said
+    strict = bitline("run", folder, "--prompt", "w5", "--kernel", "TorchInt8PackLinearKernel", "--strict", "--json")
+    assert strict.returncode == 1 and json.loads(strict.stdout)["error"]["type"] == "NoKernelError"
+
+
+def test_the_command_overrules_the_environment(folder):
+    chosen = [
+        bitline("explain", folder, *words, "--json", BITLINE_KERNEL="ReferenceLinearKernel")
+        for words in ([], ["--kernel", "auto"])
+    ]
+    first, second = (json.loads(done.stdout)["plans"][0]["kernel"] for done in chosen)
+    assert first == "ReferenceLinearKernel" != second
+
+
+def test_explain_computes_in_what_run_would(folder):
+    dtypes = {p: json.loads(bitline("explain", folder, "--platform", p, "--json").stdout)["activations"]
+              for p in ("cpu:avx2", "cpu:avx512_bf16", "cuda:sm75", "cuda:sm90")}  # fmt: skip
+    assert dtypes == {"cpu:avx2": "float32", "cpu:avx512_bf16": "bfloat16", "cuda:sm75": "float16", "cuda:sm90": "bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["m[/x]y", "m[red]z", "[bold]"])
+def test_names_are_not_markup(folder, tmp_path, name):
+    import shutil
+
+    strange = tmp_path / name
+    shutil.copytree(folder, strange)
+    for words in (["inspect"], ["explain"], ["run", "--prompt", "w5", "-n", "1"]):
+        done = bitline(words[0], strange, *words[1:])
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert name.split("/")[-1] in done.stdout.replace("\n", "")
+
+
+def test_a_terminal_without_unicode(folder):
+    done = bitline("inspect", folder, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "160?64" in done.stdout
+
+
+def test_output_that_cannot_be_written(folder):
+    code = f"{sys.executable} -m bitline inspect {folder}"
+    full = subprocess.run(["bash", "-c", f"{code} > /dev/full"], capture_output=True, text=True)
+    assert full.returncode == 1 and "Traceback" not in full.stderr and "cannot write" in full.stderr
+    gone = subprocess.run(["bash", "-c", f"{code} | head -c 1 > /dev/null"], capture_output=True, text=True)
+    assert "Traceback" not in gone.stderr

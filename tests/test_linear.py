@@ -283,3 +283,23 @@ def test_another_kind_of_device_is_refused_before_anything_moves():
     with pytest.raises(InputError, match=r"cpu to xpu.*device='xpu'"):
         layer._apply(lambda _tensor: Elsewhere())
     assert torch.equal(layer(torch.ones(1, 64, dtype=torch.bfloat16)), before)
+
+
+def test_a_layer_keeps_its_own_bias():
+    bias = torch.nn.Parameter(torch.zeros(32, dtype=torch.bfloat16))
+    made = QuantLinear(quantize(torch.randn(32, 64), "W4A16", group_size=32), bias=bias, act_dtype=torch.bfloat16)
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+    before = made(x)
+    assert not before.requires_grad
+    bias.data += 5
+    assert torch.equal(made(x), before)
+
+
+def test_wrong_calls_say_what_is_wrong():
+    with pytest.raises(InputError, match="QuantizedWeight"):
+        QuantLinear(torch.randn(4, 4))
+    with pytest.raises(InputError, match=r"torch\.dtype"):
+        QuantLinear(quantize(torch.randn(32, 64), "W4A16", group_size=32), act_dtype="bfloat16")
+    made = QuantLinear(quantize(torch.randn(32, 64), "W4A16", group_size=32), act_dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"\[\]"):
+        made(torch.tensor(1.0, dtype=torch.bfloat16))

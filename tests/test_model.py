@@ -222,3 +222,54 @@ def test_quant_embedding_looks_up_rows():
     assert table(torch.empty(2, 0, dtype=torch.long)).shape == (2, 0, 64)
     packed = [table.get_buffer(n) for n in table._names]
     torch.library.opcheck(torch.ops.bitline.embedding.default, (ids, packed, table.spec.key, "float32"))
+
+
+def test_two_threads_load_two_dtypes(tmp_path):
+    import threading
+
+    folder, _ = compressed(tmp_path, llama())
+    dtypes = [torch.bfloat16, torch.float16, torch.float32] * 2
+    models = {}
+
+    def load(i):
+        models[i] = bitline.load_model(folder, dtype=dtypes[i])
+
+    threads = [threading.Thread(target=load, args=(i,)) for i in range(len(dtypes))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert torch.get_default_dtype() == torch.float32
+    for i, dtype in enumerate(dtypes):
+        assert {p.dtype for p in models[i].parameters()} == {dtype}
+        assert logits(models[i]).isfinite().all()
+
+
+def test_ids_outside_a_quantized_table_are_refused():
+    table = QuantEmbedding(bitline.quantize(torch.randn(20, 64), "W4A16", group_size=32), torch.float32, "cpu")
+    for ids in (-1, 20, -100):
+        with pytest.raises(bitline.InputError, match=r"expected 0\.\.19"):
+            table(torch.tensor([3, ids]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8])
+def test_a_dtype_that_is_none(tmp_path, dtype):
+    folder, _ = compressed(tmp_path, llama())
+    with pytest.raises(bitline.InputError, match="dtype"):
+        bitline.load_model(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["bogus", "xpu"])
+def test_a_device_that_is_none(tmp_path, device):
+    folder, _ = compressed(tmp_path, llama())
+    with pytest.raises(bitline.PlatformError):
+        bitline.load_model(folder, device=device)
+
+
+def test_what_transformers_may_not_do_with_packed_layers(tmp_path):
+    folder, dense = compressed(tmp_path, llama(tie_word_embeddings=True))
+    model = bitline.load_model(folder, dtype=torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel"))
+    with pytest.raises(bitline.BitlineError, match="embeddings resized"):
+        model.resize_token_embeddings(200)
+    model.tie_weights()
+    assert torch.equal(logits(model), logits(dense))

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 
+import bitline
 from bitline import Choice, Kernel, LinearSpec, NoKernelError, Platform, Policy, choose, register_kernel, types
 from bitline.kernels import registry
 from bitline.kernels.reference import ReferenceLinearKernel
@@ -319,3 +320,51 @@ def test_a_kernel_for_quantized_inputs_is_not_what_a_weight_only_layer_missed():
 def test_a_gpu_does_not_dequantize_a_small_layer_at_every_call(platform, n, k):
     spec = LinearSpec(n, k, types.uint4, (1, 32), zero="float", act_dtype=torch.bfloat16)
     assert choose(spec, platform).best.name == "TritonW4A16LinearKernel"
+
+
+def test_a_kernel_whose_cost_is_wrong_is_refused_and_takes_nothing_down():
+    def costing(answer):
+        def cost(cls, spec, platform, m):
+            return answer() if callable(answer) else answer
+
+        members = {"can_implement": classmethod(lambda cls, spec: YES), "cost": classmethod(cost)}
+        return type("Odd", (Kernel,), members)
+
+    for answer in (0, -1.0, float("nan"), float("inf"), "fast", lambda: 1 / 0):
+        odd = costing(answer)
+        choice = choose(SPEC, CPU, kernels=[*registry.entries(), Entry(odd, ("cpu",), 99)])
+        refused = next(c for c in choice.candidates if c.name == "Odd")
+        assert choice.best.name != "Odd" and "cost cannot be estimated" in refused.verdict.reason
+
+
+def test_the_nearest_fast_kernel_is_one_that_could_do_the_scheme():
+    choice = choose(LinearSpec(96, 256, types.uint4b8, (1, 128), act_dtype=torch.float16), "cpu:avx512_bf16")
+    assert choice.nearest_fast.name == "TorchInt4PackLinearKernel" and "float16" in choice.nearest_fast.verdict.reason
+
+
+@pytest.mark.parametrize("changes", [{"m": 0}, {"m": ()}, {"m": ("1",)}, {"kernel": None}, {"disabled": [3]}])
+def test_a_policy_of_wrong_types_is_refused(changes):
+    with pytest.raises(bitline.NoKernelError):
+        Policy(**changes)
+
+
+def test_a_policy_takes_one_number_and_one_name():
+    assert Policy(m=4).m == (4,) and Policy(disabled="X").disabled == {"X"} and Policy(disabled=["X"]).disabled == {"X"}
+
+
+def test_many_threads_see_every_kernel():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, threading; sys.setswitchinterval(1e-6)\n"
+        "import bitline\nfrom bitline import types\n"
+        "from bitline.types import LinearSpec\n"
+        "spec = LinearSpec(64, 128, types.uint4b8, (1, 32)); found = []\n"
+        "ask = lambda: found.append(bitline.choose(spec, 'cpu:avx512_bf16').best.name)\n"
+        "threads = [threading.Thread(target=ask) for _ in range(8)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "print(sorted(set(found)), len(found))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "['TorchInt4PackLinearKernel'] 8", done.stdout + done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bitline.errors import WeightError
+from bitline.errors import InputError, WeightError
 from bitline.kernels.reference import ReferenceLinearKernel, rebuild
 from bitline.types import DTYPES, LinearSpec, dtype_name
 from bitline.weight import QuantizedWeight
@@ -16,6 +16,10 @@ _LIBRARY.define("embedding(Tensor ids, Tensor[] packed, str spec, str dtype) -> 
 
 def _embedding(ids: Tensor, packed: list[Tensor], spec: str, dtype: str) -> Tensor:
     weight = rebuild(packed, LinearSpec.parse(spec))
+    if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= weight.spec.n):
+        # On a GPU the check would wait for the device; there an index out of range stops the kernel, as torch's own does.
+        raise InputError("token ids outside the table", found=f"{int(ids.min())}..{int(ids.max())}",
+                         expected=f"0..{weight.spec.n - 1}")  # fmt: skip
     rows = weight.dequantize_rows(ids.reshape(-1).long(), DTYPES[dtype])
     return rows.view(*ids.shape, weight.spec.k)
 

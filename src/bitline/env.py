@@ -17,7 +17,7 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("BITLINE_CACHE", "folder for downloaded models and measured costs", "models.fetch(cache=…)"),
+    Variable("BITLINE_CACHE", "folder for downloaded models", "models.fetch(cache=…)"),
     Variable("BITLINE_DISABLED_KERNELS", "kernel class names never to use, separated by commas", "Policy(disabled=…)"),
     Variable("BITLINE_KERNEL", "the one kernel class to use", "Policy(kernel=…)"),
     Variable("BITLINE_BACKEND", "the provider whose kernels to use", "Policy(backend=…)"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,11 +128,3 @@ def _streamer(tokenizer: Any, on_text: Callable[[str], None] | None) -> Any:
                 on_text(text)
 
     return Timed()
-
-
-def resolve(model: str) -> Path | None:
-    """The path that a model argument names, None where it is the name of a packaged model."""
-    from bitline.models import MODELS
-
-    path = Path(model).expanduser()
-    return None if model in MODELS and not path.exists() else path

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from bitline.errors import InputError, OutOfMemoryError
 from bitline.kernels.base import Packed
 from bitline.kernels.registry import kernel_by_name, on_change
-from bitline.platform import Platform
-from bitline.select import Choice, Policy, choose, warn_degraded
+from bitline.platform import Platform, as_device
+from bitline.select import Choice, Policy, choose, warn_degraded, warn_note
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
@@ -80,11 +80,14 @@ class QuantLinear(nn.Module):
         policy: Policy | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(weight, QuantizedWeight):
+            raise InputError("a QuantLinear is made of a QuantizedWeight", found=type(weight).__name__,
+                             fix="bitline.quantize(w, scheme), or record.weight() of a checkpoint")  # fmt: skip
         if bias is not None:
             weight = weight.with_bias(bias)
         if act_dtype is not None:
             weight = weight.with_act_dtype(act_dtype)
-        target = torch.device(device) if device is not None else weight.device
+        target = as_device(device) if device is not None else weight.device
         policy = policy or Policy.from_env()
         if kernel != "auto":
             policy = Policy(**{**vars(policy), "kernel": kernel})
@@ -93,6 +96,8 @@ class QuantLinear(nn.Module):
         near = self.choice.nearest_fast
         if self.choice.degraded and near is not None:
             warn_degraded(weight.spec, self.choice.best.name, near.name, near.verdict.reason)
+        if self.choice.note:
+            warn_note(self.choice.note, self.choice.best.name)
         self._load(weight, target)
 
     @property
@@ -105,7 +110,7 @@ class QuantLinear(nn.Module):
         weight = weight.with_act_dtype(self.spec.act_dtype)
         expected = self.spec.replace(input_multiplier=self._multiplier is not None)
         if weight.spec != expected:
-            raise InputError("cannot reload a layer with a weight of another spec", found=weight.spec, expected=expected)
+            raise InputError("cannot reload a layer with a weight of another spec", found=weight.spec.key, expected=expected.key)
         self._load(weight, self._packed[0].device)
 
     def _load(self, weight: QuantizedWeight, device: torch.device) -> None:
@@ -115,7 +120,7 @@ class QuantLinear(nn.Module):
             raise OutOfMemoryError(
                 f"no memory on {device} to pack {weight.origin or 'a weight'}", found=f"{weight.nbytes()} bytes to pack"
             ) from error
-        bias = None if weight.bias is None else weight.bias.to(device, weight.spec.act_dtype)
+        bias = None if weight.bias is None else weight.bias.detach().to(device, weight.spec.act_dtype, copy=True)
         multiplier = None if weight.input_multiplier is None else weight.input_multiplier.to(device)
         self._adopt(packed, bias, multiplier)
 
@@ -136,7 +141,7 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
         spec = self.choice.spec
-        if x.dtype != spec.act_dtype or x.shape[-1] != spec.k:
+        if x.dtype != spec.act_dtype or x.dim() == 0 or x.shape[-1] != spec.k:
             raise InputError("a QuantLinear got an input that it was not made for", found=f"{list(x.shape)} {x.dtype}",
                              expected=f"[..., {spec.k}] {spec.act_dtype}",
                              fix="load the model with the dtype it is run in")  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 
 from bitline.checkpoint import Checkpoint, open_checkpoint
 from bitline.embedding import QuantEmbedding
-from bitline.errors import BitlineError, CheckpointError, OutOfMemoryError
+from bitline.errors import BitlineError, CheckpointError, InputError, OutOfMemoryError
 from bitline.formats.base import LayerRecord
 from bitline.gguf_bridge import GGUFNames
 from bitline.linear import QuantLinear
-from bitline.platform import Platform
+from bitline.platform import Platform, as_device
 from bitline.select import Choice, Policy
 from bitline.skeleton import (
     SafetensorsNames,
@@ -58,12 +59,27 @@ def load_model(
     weight again, for a check or a reload.
     """
     checkpoint = open_checkpoint(path)
-    device = torch.device(device)
-    Platform.detect(device)  # a device that is not here is refused before anything is read
+    device = as_device(device)
+    platform = Platform.detect(device)  # a device that is not here is refused before anything is read
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError("a model's dtype is a floating torch.dtype", found=repr(dtype), expected="torch.bfloat16, say")
+    with _one_at_a_time:
+        return _load(checkpoint, device, dtype or default_dtype(checkpoint, platform), policy, progress)
+
+
+# transformers builds a model under a default dtype and initialisers that it sets for the whole process.
+_one_at_a_time = threading.RLock()
+
+
+def _load(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    policy: Policy | None,
+    progress: Callable[[int, int], None] | None,
+) -> Any:
     check_sizes(checkpoint)
-    config = make_config(checkpoint)
-    dtype = dtype or default_dtype(config, device)
-    model = make_skeleton(config, dtype, checkpoint)
+    model = make_skeleton(make_config(checkpoint), dtype, checkpoint)
     filler = _Filler(model, checkpoint, device, dtype, policy, progress)
     try:
         filler.fill()
@@ -73,7 +89,9 @@ def load_model(
         raise OutOfMemoryError(f"no memory on {device} for the model", file=checkpoint.path) from error
     model.bitline_weights, model.bitline_checkpoint = filler.weights, checkpoint
     if filler.quantized:
-        model.save_pretrained = functools.partial(_refuse_to_save, checkpoint.path)
+        model.save_pretrained = functools.partial(_refuse, "be saved", checkpoint.path)
+        model.resize_token_embeddings = functools.partial(_refuse, "have its embeddings resized", checkpoint.path)
+        model.tie_weights = _tied_already
     model.eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -81,10 +99,14 @@ def load_model(
     return model
 
 
-def _refuse_to_save(path: Path, *_args: Any, **_options: Any) -> None:
-    """transformers would write a checkpoint without the packed layers, and nothing would say so."""
-    raise BitlineError("a model that runs on packed weights cannot be saved", file=path,
-                       fix="keep or copy the checkpoint that it was loaded from")  # fmt: skip
+def _refuse(what: str, path: Path, *_args: Any, **_options: Any) -> None:
+    """Saving would write a checkpoint without the packed layers, and nothing would say so."""
+    raise BitlineError(f"a model that runs on packed weights cannot {what}", file=path,
+                       fix="keep or change the checkpoint that it was loaded from")  # fmt: skip
+
+
+def _tied_already(*_args: Any, **_options: Any) -> None:
+    """Stands in for tie_weights, which looks for parameters that packed layers do not have."""
 
 
 class _Filler:

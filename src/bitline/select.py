@@ -41,8 +41,14 @@ class Policy:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        if not self.m or any(m < 1 for m in self.m):
+        rows = (self.m,) if isinstance(self.m, int) else self.m
+        if not rows or not all(isinstance(m, int) and m >= 1 for m in rows):
             raise NoKernelError("a policy needs expected row counts of at least 1", found=self.m, expected="for example (1, 256)")
+        names = {self.disabled} if isinstance(self.disabled, str) else self.disabled
+        if not all(isinstance(n, str) for n in (self.kernel, self.backend, *names)):
+            raise NoKernelError("a policy names kernels and backends by text", found=(self.kernel, self.backend, names))
+        object.__setattr__(self, "m", tuple(rows))
+        object.__setattr__(self, "disabled", frozenset(names))
 
     @staticmethod
     def from_env() -> Policy:
@@ -98,6 +104,8 @@ class Choice:
         """The fastest kernel that runs on this platform and layers of this kind, but refused this one."""
         refused = [c for c in self.candidates if c.supported and not c.verdict and c.costs]
         refused = [c for c in refused if self.spec.act is not None or not c.kernel.quantizes_input]
+        # One that only the input's dtype or the policy keeps out is nearer than one that could not do the scheme at all.
+        refused = [c for c in refused if _does_scheme(c.kernel, self.spec)] or refused
         return min(refused, key=lambda c: c.score, default=None)
 
     @property
@@ -212,7 +220,9 @@ def choose(
     if not candidates or not candidates[0].verdict:
         reasons = "\n".join(f"  {c.name}: {c.verdict.reason}" for c in candidates)
         raise NoKernelError(f"no kernel is left that can run {spec} on {platform}. Reasons:\n{reasons}",
-                            fix="allow ReferenceLinearKernel, which runs everything")  # fmt: skip
+                            fix="allow ReferenceLinearKernel, which runs everything"
+                            if spec.act_dtype in ReferenceLinearKernel.act_dtypes
+                            else "use an input of bfloat16, float16 or float32")  # fmt: skip
     return Choice(spec, platform, policy, tuple(candidates), note)
 
 
@@ -245,7 +255,8 @@ def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: 
     costs: tuple[float, ...] = ()
     if supported:
         verdict = _implements(kernel, spec, platform)
-        costs = tuple(kernel.cost(spec, platform, m) for m in policy.m)
+        costs, wrong = _costs(kernel, spec, platform, policy)
+        verdict = no(f"its cost cannot be estimated: {wrong}") if wrong and verdict else verdict
     if verdict and entry.name in policy.disabled:
         verdict = no("disabled by the policy", "take it out of Policy(disabled=…) or BITLINE_DISABLED_KERNELS")
     if verdict and policy.deterministic and not kernel.deterministic:
@@ -255,6 +266,22 @@ def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: 
     return Candidate(entry.name, kernel, verdict, supported, costs, entry.priority, kernel.backend)
 
 
+def _does_scheme(kernel: type[Kernel], spec: LinearSpec) -> bool:
+    """True where the kernel would take the layer with an input of one of its own dtypes."""
+    return any(kernel.can_implement(spec.replace(act_dtype=dtype)) for dtype in kernel.act_dtypes)
+
+
+def _costs(kernel: type[Kernel], spec: LinearSpec, platform: Platform, policy: Policy) -> tuple[tuple[float, ...], str]:
+    """Seconds at each expected M, or why there are none: a plug-in's mistake must not take every choice down."""
+    try:
+        costs = tuple(float(kernel.cost(spec, platform, m)) for m in policy.m)
+    except Exception as error:
+        return (), f"{type(error).__name__}: {error}"
+    if not all(math.isfinite(c) and c > 0 for c in costs):
+        return (), f"{costs} are not all finite and positive"
+    return costs, ""
+
+
 def _implements(kernel: type[Kernel], spec: LinearSpec, platform: Platform) -> Verdict:
     if spec.act_dtype == torch.bfloat16 and 0 < platform.capability < 80 and kernel is not ReferenceLinearKernel:
         return no(f"{platform.arch} has no bfloat16 units", "with input dtype float16")
@@ -262,6 +289,12 @@ def _implements(kernel: type[Kernel], spec: LinearSpec, platform: Platform) -> V
         able = ", ".join(str(d).removeprefix("torch.") for d in kernel.act_dtypes)
         return no(f"input dtype {str(spec.act_dtype).removeprefix('torch.')}", f"with input dtype {able}")
     return kernel.can_implement(spec)
+
+
+@functools.cache
+def warn_note(note: str, kernel: str) -> None:
+    """One warning for each distinct request that could not be met."""
+    log.warning("%s: %s is used instead", note, kernel)
 
 
 @functools.cache

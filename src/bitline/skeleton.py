@@ -25,13 +25,16 @@ _COUNTS = re.compile(r"(layers?|blocks?|block_count|depth|heads?|head_count\w*|e
 _WIDTHS = re.compile(r"(_size|_dim|_rank|n_embd|n_inner|d_model|d_ff|(embedding|feed_forward|key|value)_length)$")
 
 
-def default_dtype(config: Any, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype on a GPU; on a CPU bfloat16 where it has instructions for it, else float32."""
-    if device.type != "cpu":
-        named = getattr(config, "dtype", None)
-        return named if named in (torch.float16, torch.bfloat16) else torch.bfloat16
-    features = Platform.detect(device).features
-    return torch.bfloat16 if features & {"avx512_bf16", "amx", "bf16"} else torch.float32
+def default_dtype(checkpoint: Checkpoint, platform: Platform) -> torch.dtype:
+    """What a model computes in unless it is said: the checkpoint's own 16 bits on a GPU, bfloat16 where it names none;
+    float16 on NVIDIA GPUs before sm80. On a CPU bfloat16 where it has instructions for it, else float32.
+    """
+    if platform.vendor == "cpu":
+        return torch.bfloat16 if platform.features & {"avx512_bf16", "amx", "bf16"} else torch.float32
+    if 0 < platform.capability < 80:
+        return torch.float16
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return torch.float16 if named == "float16" else torch.bfloat16
 
 
 def _transformers() -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bitline import bits
-from bitline.errors import WeightError
+from bitline.errors import InputError, WeightError
 from bitline.types import LinearSpec, ScalarType
 
 _FLOAT_VIEWS = {
@@ -175,7 +175,9 @@ class QuantizedWeight:
         return dataclasses.replace(self, spec=self.spec.replace(bias=bias is not None), bias=bias)
 
     def with_act_dtype(self, dtype: torch.dtype) -> QuantizedWeight:
-        """The same weight for inputs of another dtype."""
+        """The same weight for inputs of another dtype, a torch.dtype."""
+        if not isinstance(dtype, torch.dtype):
+            raise InputError("an input dtype is a torch.dtype", found=repr(dtype), expected="torch.bfloat16, say")
         return dataclasses.replace(self, spec=self.spec.replace(act_dtype=dtype))
 
     def without_input_multiplier(self) -> QuantizedWeight:
@@ -238,7 +240,9 @@ class QuantizedWeight:
     def dequantize_rows(self, rows: slice | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Some rows of `dequantize`: a slice, or int64 indices [n] (an embedding look-up)."""
         s = self.spec
-        values = decode(self.codes[rows], s.weight, s.k)
+        # index_select, since a plain index would take a negative row from the end
+        codes = self.codes.index_select(0, rows) if isinstance(rows, Tensor) else self.codes[rows]
+        values = decode(codes, s.weight, s.k)
         index = torch.arange(s.n, device=self.device)[rows]
         row = (index + s.block_offset[0]) // s.block[0]
         values = self._affine(values, row)

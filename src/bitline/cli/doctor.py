@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rich.markup import escape
+from rich.text import Text
 
 from bitline import __version__, env
 from bitline.cli.main import out
@@ -141,7 +143,7 @@ def show(report: dict[str, Any]) -> None:
     out.print(f"C compiler: {report['compiler'] or 'none (Triton needs one on a GPU)'}", highlight=False)
     for d in report["devices"]:
         if "error" in d:
-            out.print(f"[red]{d['device']}[/]: {d['error']}", highlight=False)
+            out.print(f"[red]{d['device']}[/]: {escape(d['error'])}", highlight=False)
         else:
             out.print(f"[bold]{d['device']}[/]: {d['platform']}; reads {size(d['bandwidth'])}/s", highlight=False)
     grid = table("package", "installed", "adds", "to install")
@@ -150,7 +152,7 @@ def show(report: dict[str, Any]) -> None:
     out.print(grid)
     grid = table("kernel", "on", "", "tried", "error (allowed)", "detail")
     for k in report["kernels"]:
-        mark = "-" if not k["ran"] else ("[green]ok[/]" if k["ok"] else "[bold red]FAILED[/]")
+        mark = Text("-") if not k["ran"] else Text("ok", "green") if k["ok"] else Text("FAILED", "bold red")
         figures = f"{k['error']:.1e} ({k['allowed']:.1e})" if k["ran"] else ""
         grid.add_row(
             k["kernel"],
@@ -158,7 +160,7 @@ def show(report: dict[str, Any]) -> None:
             mark,
             k["scheme"] or "",
             figures,
-            k.get("error_text") or k.get("detail") or k.get("error", ""),
+            k.get("detail") or k.get("error", ""),
         )
     out.print(grid)
     grid = table("variable", "effect (the argument wins)")
@@ -166,4 +168,4 @@ def show(report: dict[str, Any]) -> None:
         grid.add_row(v["name"], f"{v['effect']}; {v['argument']}")
     out.print(grid)
     for name, why in report["plugin_failures"].items():
-        out.print(f"[red]plug-in {name} failed to load[/]: {why}", highlight=False)
+        out.print(f"[red]plug-in {escape(name)} failed to load[/]: {escape(why)}", highlight=False)

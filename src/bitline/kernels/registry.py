@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,8 +44,9 @@ class Entry:
         return self.kernel.__name__
 
 
-_entries: dict[str, Entry] = {}
-_loaded = False
+_entries: dict[str, Entry] = {}  # replaced and never changed, so that a reader needs no lock
+_loaded = _loading = False
+_lock = threading.RLock()
 plugin_failures: dict[str, str] = {}
 on_change: list[Callable[[], None]] = []  # called when a name may come to mean another kernel
 
@@ -57,6 +59,8 @@ def register_kernel(
     platform: "cpu", "cuda", "rocm" or "xpu" to offer it there alone, None for all that the class names.
     priority: breaks ties of cost, larger first. Raises NoKernelError for a taken name unless `replace`.
     """
+    if not (isinstance(kernel, type) and issubclass(kernel, Kernel)):
+        raise NoKernelError("only subclasses of bitline.Kernel are kernels", found=repr(kernel))
     if platform is not None and platform not in ("cpu", "cuda", "rocm", "xpu"):
         raise NoKernelError("unknown platform for a kernel", found=repr(platform), expected="cpu, cuda, rocm or xpu")
     load()
@@ -66,20 +70,27 @@ def register_kernel(
 def _add(
     kernel: type[Kernel], platforms: tuple[str, ...], priority: int | None, source: str, *, replace: bool = False
 ) -> type[Kernel]:
+    global _entries
     name = kernel.__name__
-    if name in _entries and not replace and _entries[name].kernel is not kernel:
-        raise NoKernelError(f"a kernel named {name} is registered already", fix="rename it, or pass replace=True")
-    if name in _entries:
-        _changed()
-    _entries[name] = Entry(kernel, platforms, kernel.priority if priority is None else priority, source)
+    with _lock:
+        known = name in _entries
+        if known and not replace and _entries[name].kernel is not kernel:
+            raise NoKernelError(f"a kernel named {name} is registered already", fix="rename it, or pass replace=True")
+        entry = Entry(kernel, platforms, kernel.priority if priority is None else priority, source)
+        _entries = {**_entries, name: entry}
+        if known:
+            _changed()
     return kernel
 
 
 def unregister_kernel(name: str) -> None:
     """Take a kernel out of the list; an unknown name is a NoKernelError."""
-    if _entries.pop(name, None) is None:
-        raise NoKernelError("no kernel of this name is registered", found=name)
-    _changed()
+    global _entries
+    with _lock:
+        if name not in _entries:
+            raise NoKernelError("no kernel of this name is registered", found=name)
+        _entries = {k: v for k, v in _entries.items() if k != name}
+        _changed()
 
 
 def _changed() -> None:
@@ -93,10 +104,21 @@ def load() -> None:
     A plug-in is a Kernel class, or a function that calls `register_kernel`. One that fails to load is reported by its
     name in the log and by `bitline doctor`; it takes nothing else down.
     """
-    global _loaded
+    global _loaded, _loading
     if _loaded:
         return
-    _loaded = True
+    with _lock:
+        if _loaded or _loading:  # _loading: a plug-in registers from within this very call
+            return
+        _loading = True
+        try:
+            _load_all()
+            _loaded = True
+        finally:
+            _loading = False
+
+
+def _load_all() -> None:
     for module, names in BUILT_IN.items():
         loaded = importlib.import_module(module)
         for name in names:

