@@ -21,10 +21,10 @@ from bitline.formats.config import find_quantization
 from bitline.formats.source import PICKLES, SafetensorsSource, pickle_error
 
 # Modules that have a READER. Readers of one method tell each other apart by their `matches`.
-BUILT_IN = ("gptq", "awq", "compressed_tensors", "fp8", "modelopt", "mxfp4", "gguf", "bitsandbytes", "quark")
+BUILT_IN = ("gptq", "awq", "compressed_tensors", "fp8", "modelopt", "mxfp4", "gguf", "bitsandbytes", "quark", "hqq")
 # Methods that are known by name and that no reader takes yet.
 NOT_YET = (
-    "aqlm", "auto-round", "bitnet", "eetq", "exl2", "exl3", "fbgemm_fp8", "fp_quant", "higgs", "hqq", "inc", "intel/auto-round",
+    "aqlm", "auto-round", "bitnet", "eetq", "exl2", "exl3", "fbgemm_fp8", "fp_quant", "higgs", "inc", "intel/auto-round",
     "marlin", "mxfp8", "qqq", "quanto", "quip", "quip_sharp", "spqr", "squeezellm", "torchao", "vptq",
 )  # fmt: skip
 # Names that only quantized layers use: one that no layer claims means that the config does not tell the whole story.

@@ -210,9 +210,20 @@ def quark_nvfp4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return named(tensors), {"quant_method": "quark", "global_quant_config": layer, "export": {"pack_method": "reorder"}}
 
 
+def hqq() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    groups = N * K // GROUP
+    tensors = {
+        "W_q": _words(groups // 2, GROUP).to(torch.uint8), "scale": _scales(groups, 1), "zero": _scales(groups, 1) * 900,
+        "shape": torch.tensor([N, K]), "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
+        "group_size": torch.tensor(GROUP, dtype=torch.int32), "axis": torch.tensor(1, dtype=torch.int32),
+        "quant_scale": torch.tensor(0, dtype=torch.uint8),
+    }  # fmt: skip
+    return named(tensors), {"quant_method": "hqq", "quant_config": {}}
+
+
 FAMILIES = {
     f.__name__: f
-    for f in (gptq, awq, packed, int8, fp8, nvfp4, mxfp4, auto_round, bnb4, bnb8, gemv, gemv_fast, quark4, quark_nvfp4)
+    for f in (gptq, awq, packed, int8, fp8, nvfp4, mxfp4, auto_round, bnb4, bnb8, gemv, gemv_fast, quark4, quark_nvfp4, hqq)
 }
 
 

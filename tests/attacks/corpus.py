@@ -727,6 +727,32 @@ family("quark_nvfp4", "three-specs", says="not a spec, nor two", file="config.js
        config=lambda c: c["global_quant_config"]["weight"].append({}))  # fmt: skip
 
 
+# ---- HQQ -----------------------------------------------------------------------------------------------------------------
+
+for what, value in {
+    "one-number": [2048], "zero": [0, 64], "negative": [-32, -64], "2^62": [1 << 62, 1 << 62], "larger": [64, 64],
+}.items():  # fmt: skip
+    family("hqq", f"shape-{what}", says="shape", tensors=put("shape", torch.tensor(value)), huge=True)
+family("hqq", "shape-missing", says="lacks a tensor", tensors=put("shape", None), suffix="shape")
+for what, value in {"unknown": b"5bit_u8", "long": b"4" * 90_000, "not-ascii": b"\xff\xfe", "empty": b""}.items():
+    family("hqq", f"packing-{what}", says="packing that is not known", suffix="packing",
+           tensors=put("packing", torch.tensor(list(value), dtype=torch.uint8)))  # fmt: skip
+family("hqq", "packing-contradicts", says="codes do not fit", suffix="W_q",
+       tensors=put("packing", torch.tensor(list(b"8bit_u8"), dtype=torch.uint8)))  # fmt: skip
+for what, number in {"zero": 0, "negative": -32, "not-a-divisor": 33, "2^31": (1 << 31) - 1}.items():
+    family("hqq", f"group-size-{what}", says="groups do not fill", suffix="W_q",
+           tensors=put("group_size", torch.tensor(number, dtype=torch.int32)))  # fmt: skip
+family("hqq", "group-size-contradicts", says="does not fit", tensors=put("group_size", torch.tensor(16, dtype=torch.int32)))
+family("hqq", "axis-0", says="across rows", tensors=put("axis", torch.tensor(0, dtype=torch.int32)), suffix="axis")
+family("hqq", "axis-a-list", says="axis does not fit", tensors=put("axis", torch.ones(3).int()), suffix="axis")
+family("hqq", "scales-quantized", says="not supported yet", suffix="W_q",
+       tensors=put("quant_scale", torch.tensor(1, dtype=torch.uint8)))  # fmt: skip
+family("hqq", "scales-missing", says="lacks a tensor", tensors=put("scale", None), suffix="scale")
+family("hqq", "scales-nan", says="NaN", tensors=poke("scale", float("nan")), suffix="scale")
+family("hqq", "zeros-infinite", says="infinite", tensors=poke("zero", float("inf")), suffix="zero")
+family("hqq", "zeros-short", says="does not fit", tensors=put("zero", torch.ones(63, 1).half()), suffix="zero")
+
+
 @attack("layer-without-a-name", harmless=True)  # no layer at all, and nothing that a model has a place for
 def _(folder: Path) -> Path:
     tensors, settings = packed()

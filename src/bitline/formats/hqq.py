@@ -1,0 +1,126 @@
+"""HQQ: groups of the flattened weight, packed as halves, quarters or tenths of their rows, with zero points that are floats.
+
+Every layer tells its own shape, group size and packing in small tensors beside the codes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bitline import bits, types
+from bitline.formats._layer import FLOATS, Layer
+from bitline.formats.base import LayerRecord, TensorSource
+from bitline.formats.config import find_quantization
+from bitline.types import LinearSpec, ScalarType
+
+# packing: the type, bits of a stored word, and the shift of each slice of rows, the first of them first
+_PACKINGS: dict[str, tuple[ScalarType, int, tuple[int, ...]]] = {
+    "8bit_u8": (types.uint8, 8, (0,)), "4bit_u8": (types.uint4, 8, (4, 0)), "2bit_u8": (types.uint2, 8, (6, 4, 2, 0)),
+    "1bit_u8": (types.uint1, 8, (7, 6, 5, 4, 3, 2, 1, 0)), "3bit_32": (types.uint3, 32, (27, 24, 21, 18, 15, 12, 9, 6, 3, 0)),
+}  # fmt: skip
+# What else a layer holds: how it was made, and how it is to be moved about.
+_REST = (
+    "nbits", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero", "compute_dtype", "offload_meta",
+    "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero",
+)  # fmt: skip
+_INTEGERS = (torch.int32, torch.int64, torch.uint8)
+
+
+class HQQReader:
+    """Layer records of HQQ checkpoints."""
+
+    name = "hqq"
+
+    def matches(self, source: TensorSource) -> bool:
+        """True for quant_method "hqq"."""
+        return find_quantization(source)[0].get("quant_method") == "hqq"
+
+    def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
+        """Every module with a W_q. Of tensor data only the small tensors that describe it are read."""
+        for name in source.tensors:
+            if name.endswith(".W_q"):
+                yield _Module(source, name.removesuffix(".W_q")).layer()
+
+
+class _Module(Layer):
+    """A module under inspection."""
+
+    def __init__(self, source: TensorSource, base: str) -> None:
+        super().__init__(source, base, "W_q")
+
+    def layer(self) -> LayerRecord:
+        """The record: W = scale * code - zero * scale, which float32 holds exactly in both parts."""
+        n, k = self._shape()
+        packing = self._packing()
+        scalar, word, shifts = _PACKINGS[packing]
+        for suffix in ("quant_scale", "quant_zero"):
+            if self.find(suffix) is not None and self._number(suffix):
+                raise self.error(self.main, "scales that are quantized themselves are not supported yet", suffix, 0)
+        if self._number("axis") != 1:
+            info = self.source.tensors[f"{self.base}.axis"]
+            raise self.error(
+                info, "groups across rows are not supported yet", f"axis {self._number('axis')}", "axis 1",
+                "quantize the model again with axis=1",
+            )  # fmt: skip
+        size = self._number("group_size") if self.find("group_size") is not None else k
+        if size < 1 or n * k % size:
+            raise self.error(self.main, "groups do not fill the weight", f"groups of {size}", f"a divisor of {n * k}")
+        rows = n * k // size
+        stored = -(-rows // len(shifts))
+        if self.main.nbytes != stored * size * word // 8 or (word == 8 and rows % len(shifts)):
+            raise self.error(
+                self.main, "codes do not fit their shape", f"{self.main.nbytes} bytes",
+                f"{stored * size * word // 8} for [{n}, {k}] in {packing}",
+            )  # fmt: skip
+        for suffix in ("scale", "zero"):
+            self.need(suffix, FLOATS, ((rows, 1), (rows,)))
+        part = math.gcd(k, size)  # groups run over the ends of rows where K is not made of whole ones
+        spec = LinearSpec(n, k, scalar, (1, part), zero="float", bias=self.bias(n))
+        for suffix in _REST:
+            self.find(suffix)
+
+        def build() -> dict[str, Tensor]:
+            scale, zero = (self.read(suffix).float().flatten() for suffix in ("scale", "zero"))
+            offset = -(zero * scale)
+            if part != size:
+                group = torch.arange(0, n * k, part) // size
+                scale, offset = scale.index_select(0, group), offset.index_select(0, group)
+            codes = _unpack(self.read("W_q"), word, shifts, scalar.bits)[: n * k].view(n, k)
+            return {"codes": bits.pack(codes, scalar.bits), "scale": scale.view(spec.grid), "offset": offset.view(spec.grid)}
+
+        return self.record(f"hqq {packing}", spec, build, {"scale": "scale", "offset": "zero"})
+
+    def _shape(self) -> tuple[int, int]:
+        info = self.need("shape", _INTEGERS, ((2,),))
+        n, k = (int(size) for size in self.read("shape"))
+        if not (1 <= n < 1 << 40 and 1 <= k < 1 << 40):
+            raise self.error(info, "the shape is not that of a linear layer", [n, k], "[out_features, in_features]")
+        return n, k
+
+    def _packing(self) -> str:
+        info = self.need("packing", (torch.uint8,))
+        text = bytes(self.read("packing").flatten().tolist()) if info.nbytes <= 32 else b""
+        packing = text.decode("ascii", "replace")
+        if packing not in _PACKINGS:
+            raise self.error(info, "a packing that is not known", repr(packing), ", ".join(_PACKINGS))
+        return packing
+
+    def _number(self, suffix: str) -> int:
+        self.need(suffix, _INTEGERS, ((), (1,)))
+        return int(self.read(suffix).reshape(()))
+
+
+def _unpack(stored: Tensor, word: int, shifts: tuple[int, ...], width: int) -> Tensor:
+    """Words, of whatever dtype they are viewed as, to one code per byte, uint8 [codes]: slice by slice of the rows."""
+    words = stored.reshape(-1).view(torch.uint8 if word == 8 else torch.int32)
+    out = torch.empty(len(shifts), words.numel(), dtype=torch.uint8)
+    for i, shift in enumerate(shifts):
+        out[i] = (words >> shift) & ((1 << width) - 1)  # an arithmetic shift: the mask drops the copied sign
+    return out.view(-1)
+
+
+READER = HQQReader()
