@@ -21,14 +21,14 @@ from bitline.formats.config import find_quantization
 from bitline.formats.source import PICKLES, SafetensorsSource, pickle_error
 
 # Modules that have a READER. Readers of one method tell each other apart by their `matches`.
-BUILT_IN = ("gptq", "awq", "compressed_tensors", "fp8", "modelopt", "mxfp4", "gguf", "bitsandbytes", "quark", "hqq")
+BUILT_IN = ("gptq", "awq", "compressed_tensors", "fp8", "modelopt", "mxfp4", "gguf", "bitsandbytes", "quark", "hqq", "torchao")
 # Methods that are known by name and that no reader takes yet.
 NOT_YET = (
     "aqlm", "auto-round", "bitnet", "eetq", "exl2", "exl3", "fbgemm_fp8", "fp_quant", "higgs", "inc", "intel/auto-round",
-    "marlin", "mxfp8", "qqq", "quanto", "quip", "quip_sharp", "spqr", "squeezellm", "torchao", "vptq",
+    "marlin", "mxfp8", "qqq", "quanto", "quip", "quip_sharp", "spqr", "squeezellm", "vptq",
 )  # fmt: skip
 # Names that only quantized layers use: one that no layer claims means that the config does not tell the whole story.
-_PACKED = (".qweight", ".qzeros", ".weight_packed", ".W_q")
+_PACKED = (".qweight", ".qzeros", ".weight_packed", ".W_q", "._weight_qdata")
 # And a `weight` of one of these types is codes, which are no weights without their scales.
 _CODES = (
     torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,

@@ -221,6 +221,20 @@ def hqq() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return named(tensors), {"quant_method": "hqq", "quant_config": {}}
 
 
+def described(data: Any = None, kind: str = "IntxUnpackedToInt8Tensor") -> dict[str, str]:
+    """A file's metadata with torchao's description of the layer."""
+    usual = {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}, "block_size": [1, GROUP], "activation_quantization": None}
+    return {f"{LAYER}.weight": json.dumps({"_type": kind, "_data": usual if data is None else usual | data})}
+
+
+def torchao() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors = {
+        "_weight_qdata": (_words(N, K) % 8).to(torch.int8), "_weight_scale": _scales(N, K // GROUP),
+        "_weight_zero_point": (_words(N, K // GROUP) % 8).to(torch.int8),
+    }  # fmt: skip
+    return named(tensors), {"quant_method": "torchao"}
+
+
 FAMILIES = {
     f.__name__: f
     for f in (gptq, awq, packed, int8, fp8, nvfp4, mxfp4, auto_round, bnb4, bnb8, gemv, gemv_fast, quark4, quark_nvfp4, hqq)

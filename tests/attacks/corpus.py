@@ -27,6 +27,7 @@ from bases import (
     TYPE_F32,
     U32,
     U64,
+    described,
     entry,
     fp8,
     gguf_bytes,
@@ -40,6 +41,7 @@ from bases import (
     q8_0,
     safetensors_bytes,
     text,
+    torchao,
     with_pair,
     write,
 )  # fmt: skip
@@ -751,6 +753,46 @@ family("hqq", "scales-missing", says="lacks a tensor", tensors=put("scale", None
 family("hqq", "scales-nan", says="NaN", tensors=poke("scale", float("nan")), suffix="scale")
 family("hqq", "zeros-infinite", says="infinite", tensors=poke("zero", float("inf")), suffix="zero")
 family("hqq", "zeros-short", says="does not fit", tensors=put("zero", torch.ones(63, 1).half()), suffix="zero")
+
+
+# ---- torchao: the metadata of the file tells what a layer is --------------------------------------------------------------
+
+
+def ao(name: str, says: str, metadata: Any = None, *, tensors: Any = None, suffix: str | None = "_weight_qdata", **facts: Any):
+    """An attack on the description of a layer or on its tensors."""
+
+    def build(folder: Path) -> Path:
+        data, settings = torchao()
+        if tensors:
+            tensors(data)
+        describe = described() if metadata is None else metadata
+        return write(folder, data, settings, header=lambda h: h.update(__metadata__=describe))
+
+    ATTACKS.append(Attack(f"torchao-{name}", build, says, f"{LAYER}.{suffix}" if suffix else None, **facts))
+
+
+ao("as-it-should-be", "", suffix=None, harmless=True)
+ao("metadata-missing", "does not describe", {})
+ao("metadata-of-a-megabyte", "does not describe", {f"{LAYER}.weight": "{" * (1 << 20)})
+ao("metadata-not-json", "not valid JSON", {f"{LAYER}.weight": "{'a'}"})
+ao("metadata-nested-deeply", "not valid JSON", {f"{LAYER}.weight": "[" * 60_000})
+ao("metadata-a-list", "not a JSON object", {f"{LAYER}.weight": "[]"})
+ao("data-missing", "has no _data", {f"{LAYER}.weight": '{"_type": "Int8Tensor"}'})
+ao("kind-of-kernels", "not supported yet", described(kind="Int4TilePackedTo4dTensor"))
+ao("kind-code", "not supported yet", described(kind="__import__('os').system('touch owned')"))
+ao("kind-contradicts", "another dtype", described(kind="Float8Tensor"))
+for what, value in {"text": "1x32", "zero": [1, 0], "one": [32], "2^70": [1, 1 << 70], "true": [True, 32]}.items():
+    ao(f"block-{what}", "block_size of a weight", described({"block_size": value}))
+ao("block-contradicts", "does not fit", described({"block_size": [1, 16]}), suffix="_weight_scale")
+for what, value in {"text": "int4", "unknown": {"_data": "int9"}, "missing": None, "list": {"_data": [4]}}.items():
+    ao(f"target-{what}", "target_dtype", described({"target_dtype": value}))
+ao("target-too-narrow", "do not fit 2 bits", described({"target_dtype": {"_data": "int2"}}), suffix="_weight_zero_point")
+ao("codes-too-wide", "values do not fit 4 bits", tensors=poke("_weight_qdata", 9))
+ao("zeros-too-wide", "zero points do not fit", tensors=poke("_weight_zero_point", -9), suffix="_weight_zero_point")
+ao("scales-nan", "NaN", tensors=poke("_weight_scale", float("nan")), suffix="_weight_scale")
+ao("scales-missing", "lacks a tensor", tensors=put("_weight_scale", None), suffix="_weight_scale")
+ao("inputs-unknown", "inputs quantized this way", described({"activation_quantization": "int3_per_moon"}))
+ao("inputs-scaled", "static scales", tensors=put("_weight_act_pre_scale", torch.ones(64)), suffix="_weight_act_pre_scale")
 
 
 @attack("layer-without-a-name", harmless=True)  # no layer at all, and nothing that a model has a place for
