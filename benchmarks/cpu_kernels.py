@@ -4,7 +4,7 @@
 
 A kernel is timed only after its output passed `bitline.testing.check`; one that fails is reported as failed. Calls of all
 kernels of a row are interleaved, and each goes to another copy of the packed weight, so that a layer that a cache could
-hold is read from memory as it is in a model. The 20th percentile is reported: other work on the machine only ever adds.
+hold is read from memory as it is in a model. The least time is reported: other work on the machine only ever adds.
 """
 
 import argparse
@@ -59,17 +59,18 @@ def copies(packed: list[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
 
 
 def measure(calls: dict[str, list[Callable[[], Any]]], seconds: float) -> dict[str, float]:
-    """20th percentile seconds of each, all interleaved for about so many seconds; each call in turn takes the next copy."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    """Least seconds of each, all interleaved for about so many seconds; each call in turn takes the next copy."""
+    best = dict.fromkeys(calls, math.inf)
     start, turn = time.perf_counter(), 0
-    while turn < 5 or (time.perf_counter() - start < seconds and turn < 400):
+    while turn < 8 or (time.perf_counter() - start < seconds and turn < 300):
         for name, variants in calls.items():
             call = variants[turn % len(variants)]
             before = time.perf_counter()
             call()
-            times[name].append(time.perf_counter() - before)
+            if turn:
+                best[name] = min(best[name], time.perf_counter() - before)
         turn += 1
-    return {name: sorted(t[1:])[len(t) // 5] for name, t in times.items()}
+    return best
 
 
 def row(name: str, n: int, k: int, rows: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:

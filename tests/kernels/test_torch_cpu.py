@@ -241,10 +241,10 @@ class TestInt8MM:
         verify(self.kernel, make(n, k, int8, act=act, dtype=dtype))
         verify(self.kernel, make(n, k, uint8b128, act=act, dtype=dtype, block=(n, k), act_order=True))
 
-    @pytest.mark.parametrize("m", [1, 2, 8, 9])
+    @pytest.mark.parametrize("m", [1, 2, 8, 9, 1030])
     def test_in_parts(self, m, monkeypatch):
         monkeypatch.setattr(torch_int8_mm, "CACHED", 1000)
-        monkeypatch.setattr(torch_int8_mm, "SUMS", 200)
+        monkeypatch.setattr(torch_int8_mm, "SUMS", {"cpu": 200})
         verify(self.kernel, make(50, 70, int8, act=ActSpec.parse("int8-dynamic-token-asym"), bias=True), [m])
 
     def test_sums_are_exact(self):

@@ -114,7 +114,7 @@ class TorchInt4PackLinearKernel(Kernel):
         extra = cpu_costs.CALL + cpu_costs.quantized_input(spec, platform, m)
         if m < _switch(n * k * planes, planes, amx):
             work = planes * n * k * max(ONE_ROW[amx], m * EACH_ROW[amx]) * share
-            return max(work, cls.packed_bytes(spec) / platform.rates.bandwidth) + extra
+            return max(work, cls.packed_bytes(spec) / (1.1 * platform.rates.bandwidth)) + extra
         product = cpu_costs.product(n * k, m, torch.bfloat16, platform)
         return _panel_seconds(n * k, planes, amx) * share + product + extra
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ from bitline.weight import QuantizedWeight
 
 ALIGN = 8  # cuBLAS wants K and N in multiples of it; on a CPU K = 1 gives wrong sums
 CUDA_ROWS = 32  # `_int_mm` on CUDA wants more than 16 rows
-SUMS = 1 << 22  # int32 sums that wait for their scales at a time
+SUMS = {"cpu": 1 << 20, "cuda": 1 << 25}  # int32 sums that wait for their scales at a time: what a cache holds
 CACHED = 1 << 22  # bytes of weight that stay in a cache while several rows pass over them
 
 
@@ -88,21 +89,21 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
             q = torch.nn.functional.pad(q, (0, -spec.k % ALIGN))
         y = x.new_empty(x.shape[0], spec.n)
         bias32 = None if bias is None else bias.float()
-        step = max(1, SUMS // spec.n)
-        for r in range(0, x.shape[0], step):
-            rows = slice(r, r + step)
-            sums = _int_mm(q[rows], codes)[:, : spec.n]
+        high, wide = _tile(y.shape[0], spec.n, x.device.type)
+        for r, c in itertools.product(range(0, y.shape[0], high), range(0, spec.n, wide)):
+            rows, columns = slice(r, r + high), slice(c, min(c + wide, spec.n))
+            sums = _int_mm(q[rows], codes[c : c + wide])[:, : columns.stop - c]
             if zero is not None:
-                sums = sums - (zero if zero.shape[0] == 1 else zero[rows]) * colsum
-            out = (sums * (x_scale if x_scale.shape[0] == 1 else x_scale[rows])).mul_(scale)
-            y[rows] = out if bias32 is None else out.add_(bias32)
+                sums = sums - (zero if zero.shape[0] == 1 else zero[rows]) * colsum[columns]
+            out = (sums * (x_scale if x_scale.shape[0] == 1 else x_scale[rows])).mul_(scale[columns])
+            y[rows, columns] = out if bias32 is None else out.add_(bias32[columns])
         return y
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """The product, the input's quantization and the scaling of the sums."""
         product = roofline(spec, platform, m, weight_bytes=cls.packed_bytes(spec), rate=platform.rates.int8)
-        passes = 4 * m * (6 * spec.k + 4 * spec.n)  # bytes of float32 and int32
+        passes = 4 * m * (6 * spec.k + 6 * spec.n)  # bytes of float32 and int32
         if platform.vendor != "cpu":
             return product + passes / platform.rates.bandwidth + 12 * platform.rates.launch
         if m > 8 or (m > 1 and "amx" in platform.features):  # oneDNN re-lays the weight in each call
@@ -113,6 +114,12 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
     def packed_bytes(cls, spec: LinearSpec) -> int:
         """A byte a weight and four a row."""
         return (spec.n + -spec.n % ALIGN) * (spec.k + -spec.k % ALIGN) + 4 * spec.n
+
+
+def _tile(m: int, n: int, device: str) -> tuple[int, int]:
+    """Rows and columns of y at a time. Wide rather than high: every call re-lays the part of the weight that it reads."""
+    high = min(m, 1024)
+    return high, min(n, max(ALIGN, SUMS[device] // high // ALIGN * ALIGN))
 
 
 def _int_mm(q: Tensor, codes: Tensor) -> Tensor:
