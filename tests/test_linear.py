@@ -101,7 +101,7 @@ def test_dtype_conversions_leave_the_packed_weight():
         assert {name: b.dtype for name, b in made.named_buffers()} == {name: b.dtype for name, b in before.items()}
         assert torch.equal(made(rows(3, 64)), out)
     inside = torch.nn.Sequential(made, torch.nn.Linear(48, 4)).to(torch.bfloat16)
-    assert inside[1].weight.dtype == torch.bfloat16 and made.get_buffer("scale").dtype == torch.float32
+    assert inside[1].weight.dtype == torch.bfloat16 and made.get_buffer("packed_scale").dtype == torch.float32
 
 
 def test_a_move_reaches_the_tensors_of_the_call():
@@ -303,3 +303,21 @@ def test_wrong_calls_say_what_is_wrong():
     made = QuantLinear(quantize(torch.randn(32, 64), "W4A16", group_size=32), act_dtype=torch.bfloat16)
     with pytest.raises(InputError, match=r"\[\]"):
         made(torch.tensor(1.0, dtype=torch.bfloat16))
+
+
+def test_a_kernels_names_do_not_meet_the_layers_own():
+    def pack(cls, weight):
+        return {"choice": weight.dequantize(torch.bfloat16), "bias": torch.ones(1), "_call": torch.ones(2)}
+
+    members = {
+        "can_implement": classmethod(lambda cls, spec: YES), "cost": classmethod(lambda cls, *_: 1.0), "pack": classmethod(pack),
+        "apply": classmethod(lambda cls, x, packed, bias, spec: x @ packed[0].T + bias),
+    }  # fmt: skip
+    registry.register_kernel(type("Named", (Kernel,), members))
+    try:
+        w = quantize(torch.randn(32, 64), "W4A16", group_size=32, bias=torch.ones(32))
+        made = QuantLinear(w, act_dtype=torch.bfloat16, kernel="Named")
+        x = torch.randn(2, 64).bfloat16()
+        assert torch.equal(made(x), x @ w.dequantize(torch.bfloat16).T + 1)
+    finally:
+        registry.unregister_kernel("Named")

@@ -118,7 +118,6 @@ def test_bytes():
     assert odd.codes_bytes() == 256 * 188
     assert SPEC.replace(weight=types.uint4, zero="int").weight_bytes() == SPEC.weight_bytes() + 256 * 4 // 2
     assert SPEC.replace(act_order=True).weight_bytes() == SPEC.weight_bytes() + 4 * 512
-    assert SPEC.weight_only and not SPEC.replace(act=ActSpec(types.int8)).weight_only
 
 
 @pytest.mark.parametrize(

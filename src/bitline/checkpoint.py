@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
@@ -36,6 +37,8 @@ _CODES = (
 )  # fmt: skip
 
 _registered: list[Reader] = []
+plugin_failures: dict[str, str] = {}
+log = logging.getLogger("bitline")
 _T = TypeVar("_T")
 
 
@@ -178,8 +181,9 @@ def _readers() -> Iterator[Reader]:
     for point in entry_points(group="bitline.formats"):
         try:
             yield _made(point.load())
-        except Exception as error:  # whatever a package's import raises, its user has to hear which package it was
-            raise BitlineError(f"the format reader {point.name} ({point.value}) cannot be loaded", found=error) from error
+        except Exception as error:  # a stranger's code: it is reported by its name and takes nothing else down
+            plugin_failures[point.name] = f"{type(error).__name__}: {error}"
+            log.warning("format plug-in %s (%s) failed to load: %s", point.name, point.value, plugin_failures[point.name])
 
 
 def _find_reader(source: TensorSource) -> Reader | None:

@@ -125,8 +125,8 @@ class QuantLinear(nn.Module):
         self._adopt(packed, bias, multiplier)
 
     def _adopt(self, packed: Packed, bias: Tensor | None, multiplier: Tensor | None = None) -> None:
-        self._names = tuple(packed)
-        for name, tensor in packed.items():
+        self._names = tuple(f"packed_{name}" for name in packed)  # a kernel's names must not meet the layer's own
+        for name, tensor in zip(self._names, packed.values(), strict=True):
             self.register_buffer(name, tensor, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.register_buffer("input_multiplier", multiplier, persistent=False)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from slow_words import CHECKPOINTS, gptq, random_layer, write
 
 import bitline.checkpoint
-from bitline import BitlineError, CheckpointError, LinearSpec, QuantizedWeight, open_checkpoint, register_format
+from bitline import CheckpointError, LinearSpec, QuantizedWeight, open_checkpoint, register_format
 from bitline.formats.base import LayerRecord
 from bitline.formats.config import quantization_config
 from bitline.types import int8
@@ -197,7 +197,7 @@ def test_a_registered_reader(tmp_path, readers):
         register_format(object())
 
 
-def test_an_entry_point(tmp_path, monkeypatch):
+def test_an_entry_point(tmp_path, monkeypatch, caplog):
     class Point:
         name, value = "toy", "toy_package:ToyReader"
 
@@ -208,8 +208,10 @@ def test_an_entry_point(tmp_path, monkeypatch):
     monkeypatch.setattr(bitline.checkpoint, "entry_points", lambda group: [Point(lambda: ToyReader)])
     assert open_checkpoint(folder).format == "toy"
     monkeypatch.setattr(bitline.checkpoint, "entry_points", lambda group: [Point(lambda: 1 / 0)])
-    with pytest.raises(BitlineError, match=r"toy \(toy_package:ToyReader\) cannot be loaded"):
+    with caplog.at_level("WARNING", "bitline"), pytest.raises(CheckpointError, match="'toy' is not known"):
         open_checkpoint(folder)
+    assert "format plug-in toy (toy_package:ToyReader) failed to load: ZeroDivisionError" in caplog.text
+    assert open_checkpoint(dense(tmp_path / "plain", {})).layers() == []  # and nothing else is taken down
 
 
 @pytest.mark.parametrize("at", ["layers", "weight"])

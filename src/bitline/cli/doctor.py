@@ -16,7 +16,7 @@ import torch
 from rich.markup import escape
 from rich.text import Text
 
-from bitline import __version__, env
+from bitline import __version__, checkpoint, env
 from bitline.cli.main import out
 from bitline.cli.render import size, table
 from bitline.kernels import registry
@@ -54,7 +54,7 @@ def doctor_report() -> dict[str, Any]:
         "compiler": shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
         "devices": [_guarded({"device": d}, functools.partial(_device, d)) for d in devices],
         "packages": [_package(name, found) for name in ENABLES],
-        "plugin_failures": dict(registry.plugin_failures),
+        "plugin_failures": _plugin_failures(),
         "environment": [{"name": v.name, "effect": v.effect, "argument": v.argument} for v in env.VARIABLES],
         "kernels": [row for d in devices for row in _kernels(d)],
     }  # fmt: skip
@@ -63,6 +63,12 @@ def doctor_report() -> dict[str, Any]:
 def _package(name: str, found: dict[str, str]) -> dict[str, Any]:
     adds, how = ENABLES[name]
     return {"package": PACKAGES[name], "installed": found.get(name), "adds": adds, "install": how}
+
+
+def _plugin_failures() -> dict[str, str]:
+    for _ in checkpoint._readers():  # each is imported when it is asked for
+        pass
+    return {**registry.plugin_failures, **checkpoint.plugin_failures}
 
 
 def _version(name: str) -> str | None:

@@ -35,9 +35,9 @@ class ReferenceLinearKernel(Kernel):
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """The canonical tensors themselves: nothing is copied or re-laid."""
-        present, absent = weight.tensors(), torch.empty(0, device=weight.device)
-        return {name: present.get(name, absent) for name in _FIELDS}
+        """The canonical tensors, copied: a weight that is read from a file is a view of it, and files change."""
+        present = {name: tensor.clone() for name, tensor in weight.tensors().items()}
+        return {name: present.get(name, torch.empty(0, device=weight.device)) for name in _FIELDS}
 
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
