@@ -40,17 +40,19 @@ def quantized_input(spec: LinearSpec, platform: Platform, m: int) -> float:
 
 def decode_seconds(scalar: ScalarType) -> float:
     """Seconds a weight, on two cores, to unpack codes and turn them into float32."""
-    if scalar.kind == "int" and scalar.bits == 8:
-        return 0.6e-10
-    if scalar.kind == "int" and 8 % scalar.bits == 0 and not scalar.signed:
-        return 2.2e-10
-    if scalar.bits == 4 or (scalar.kind == "float" and scalar.bits == 8):
-        return {4: 2.6e-10, 8: 1.7e-10}[scalar.bits] if scalar.kind != "int" else 8e-10
-    return 5.5e-10 + (0.0 if scalar.kind == "int" else 6e-10)
+    if scalar.bits == 8 and scalar.kind != "table":
+        return 0.5e-10 if scalar.kind == "int" else 1.4e-10
+    if scalar.bits == 4:
+        return 0.9e-10 if scalar.kind == "int" else 1.5e-10
+    if scalar.kind == "int":
+        return 2.2e-10 if 8 % scalar.bits == 0 else 5e-10
+    return 8e-10
 
 
 def dequantize(spec: LinearSpec, platform: Platform, chunk: int) -> float:
     """The canonical weight to the input's dtype, `chunk` weights at a time."""
     weights = spec.n * spec.k
-    each = decode_seconds(spec.weight) + 0.9e-10 + (0.4e-10 if spec.zero != "none" else 0.0) + (12e-10 if spec.act_order else 0.0)
-    return (90e-6 * -(-weights // chunk) + weights * each * share(platform)) * slower(platform)
+    each = (
+        decode_seconds(spec.weight) + 0.8e-10 + (0.3e-10 if spec.zero != "none" else 0.0) + (8.5e-10 if spec.act_order else 0.0)
+    )
+    return (100e-6 * -(-weights // chunk) + weights * each * share(platform)) * slower(platform)

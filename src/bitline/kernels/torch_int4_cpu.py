@@ -111,10 +111,10 @@ class TorchInt4PackLinearKernel(Kernel):
         planes = 1 if nibbles is None else nibbles.planes
         n, k = _padded(spec)
         amx, share = "amx" in platform.features, cpu_costs.share(platform)
-        extra = cpu_costs.CALL + cpu_costs.quantized_input(spec, platform, m)
+        extra = cpu_costs.CALL * (planes + 1) / 2 + cpu_costs.quantized_input(spec, platform, m)
         if m < _switch(n * k * planes, planes, amx):
             work = planes * n * k * max(ONE_ROW[amx], m * EACH_ROW[amx]) * share
-            return max(work, cls.packed_bytes(spec) / (1.1 * platform.rates.bandwidth)) + extra
+            return max(work, cls.packed_bytes(spec) / platform.rates.bandwidth) + extra
         product = cpu_costs.product(n * k, m, torch.bfloat16, platform)
         return _panel_seconds(n * k, planes, amx) * share + product + extra
 

@@ -85,7 +85,7 @@ class TorchInt8PackLinearKernel(Kernel):
         weights, amx, share = spec.n * spec.k, "amx" in platform.features, cpu_costs.share(platform)
         extra = cpu_costs.CALL + cpu_costs.quantized_input(spec, platform, m)
         if m < _switch(weights, amx):
-            read = max(cls.packed_bytes(spec) / (0.9 * platform.rates.bandwidth), weights * ONE_ROW[amx] * share)
+            read = max(cls.packed_bytes(spec) / (0.95 * platform.rates.bandwidth), weights * ONE_ROW[amx] * share)
             return read + weights * (m - 1) * EACH_ROW[amx] * share + extra
         return _panel_seconds(weights, amx) * share + cpu_costs.product(weights, m, torch.bfloat16, platform) + extra
 
