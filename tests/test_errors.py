@@ -13,19 +13,21 @@ PARENTS = {
 
 def test_the_message_has_every_part():
     error = CheckpointError(
-        "cannot read it", file="a/b.safetensors", tensor="w.scale", found="I8", expected="F16", fix="convert it"
+        "cannot read it", file="a/b.safetensors", tensor="w.scale", field="dtype", found="I8", expected="F16", fix="convert it"
     )
     text = str(error)
-    assert text == ("cannot read it [file a/b.safetensors, tensor w.scale]: found I8, expected F16. To fix it: convert it")
-    assert (error.what, error.file, error.tensor, error.found, error.expected, error.fix) == (
-        "cannot read it", "a/b.safetensors", "w.scale", "I8", "F16", "convert it",
+    assert text == (
+        "cannot read it [file a/b.safetensors, tensor w.scale, field dtype]: found I8, expected F16. To fix it: convert it"
+    )
+    assert (error.what, error.file, error.tensor, error.field, error.found, error.expected, error.fix) == (
+        "cannot read it", "a/b.safetensors", "w.scale", "dtype", "I8", "F16", "convert it",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({}, "no"), ({"tensor": "t"}, "no [tensor t]"), ({"found": 0}, "no: found 0"),
+        ({}, "no"), ({"tensor": "t"}, "no [tensor t]"), ({"field": "bits"}, "no [field bits]"), ({"found": 0}, "no: found 0"),
         ({"expected": [1, 2]}, "no: expected [1, 2]"),
         ({"fix": "try"}, "no. To fix it: try"), ({"file": "f", "found": ""}, "no [file f]: found "),
     ],

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 _LONGEST = 600  # characters of one part in a message; a hostile file may put megabytes in any of them
 
 
 class BitlineError(Exception):
     """Base of all deliberate errors.
 
-    The message reads: *what* [in *file*, tensor *tensor*]: found *found*, expected *expected*. *fix*.
-    Each part is also an attribute, so a caller can act on it without parsing text. In the message a part that is very
-    long is cut, and control characters are escaped: a name out of a file never moves a terminal's cursor.
+    The message reads: *what* [file *file*, tensor *tensor*, field *field*]: found *found*, expected *expected*. *fix*.
+    field is the entry of a config, of a header or of its metadata that is wrong ("bits", "shape", "general.alignment"), or
+    the part of a canonical weight ("scale", "perm"). Each part is also an attribute, so a caller can act on it without
+    parsing text. In the message a part that is very long is cut, and control characters are escaped: a name out of a file
+    never moves a terminal's cursor.
     """
 
     def __init__(
@@ -21,11 +21,12 @@ class BitlineError(Exception):
         *,
         file: object = None,
         tensor: str | None = None,
+        field: str | None = None,
         found: object = None,
         expected: object = None,
         fix: str | None = None,
     ) -> None:
-        self.what, self.tensor, self.fix = what, tensor, fix
+        self.what, self.tensor, self.field, self.fix = what, tensor, field, fix
         self.file = None if file is None else str(file)
         self.found = None if found is None else str(found)
         self.expected = None if expected is None else str(expected)
@@ -34,6 +35,7 @@ class BitlineError(Exception):
     def _message(self) -> str:
         where = [f"file {_plain(self.file)}"] if self.file else []
         where += [f"tensor {_plain(self.tensor)}"] if self.tensor else []
+        where += [f"field {_plain(self.field)}"] if self.field else []
         text = _plain(self.what) + (f" [{', '.join(where)}]" if where else "")
         facts = [f"found {_plain(self.found)}"] if self.found is not None else []
         facts += [f"expected {_plain(self.expected)}"] if self.expected is not None else []
@@ -52,11 +54,7 @@ class CheckpointError(BitlineError, ValueError):
 
 
 class WeightError(BitlineError, ValueError):
-    """A canonical weight contradicts itself. field: the part of it that does ("scale", "perm", …), where it is one."""
-
-    def __init__(self, what: str, *, field: str | None = None, **parts: Any) -> None:
-        self.field = field
-        super().__init__(what, **parts)
+    """A canonical weight contradicts itself."""
 
 
 class NoKernelError(BitlineError, ValueError):
