@@ -244,12 +244,12 @@ def test_the_layer_multiplies_its_input(case, dtype, tmp_path):
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_shards_take_their_part_of_the_factors(world, tmp_path):
     weight = one(tmp_path, config("W4A16_AWQ"), awq()).weight().with_act_dtype(torch.float32)
-    x = torch.randn(3, K)
+    x = torch.randn(3, K, generator=torch.Generator().manual_seed(0))
     whole = QuantLinear(weight, kernel="ReferenceLinearKernel")(x)
     cut = [weight.shard(1, r, world) for r in range(world)]
     columns = x.split([w.spec.k for w in cut], 1)
     total = sum(QuantLinear(w, kernel="ReferenceLinearKernel")(part.contiguous()) for w, part in zip(cut, columns, strict=True))
-    assert torch.allclose(total, whole, rtol=1e-5, atol=1e-5)
+    assert (total - whole).abs().max() <= 1e-5 * whole.abs().max()  # float32 sums in another order
     assert torch.equal(torch.cat([w.input_multiplier for w in cut]), weight.input_multiplier)
     rows = [QuantLinear(weight.shard(0, r, world), kernel="ReferenceLinearKernel")(x) for r in range(world)]
     assert torch.allclose(torch.cat(rows, 1), whole, rtol=1e-5, atol=1e-5)

@@ -71,23 +71,23 @@ def _version(config: Mapping[str, Any], file: Path) -> str:
 
 def _record(m: IntModule, label: str) -> LayerRecord:
     if m.width not in WIDTHS:
-        raise m.error(m.qweight, "AWQ of this width is not written by any known tool", f"{m.width} bits", "4, 5, 6 or 7")
-    k, words = m.qweight.shape
+        raise m.error(m.main, "AWQ of this width is not written by any known tool", f"{m.width} bits", "4, 5, 6 or 7")
+    k, words = m.main.shape
     if words == m.n:
         raise m.error(
-            m.qweight, "qweight and scales do not fit: AWQ packs along N",
+            m.main, "qweight and scales do not fit: AWQ packs along N",
             f"qweight {[k, words]}, scales {list(m.scales.shape)}",
             f"{-(-m.n * m.width // 32)} columns (GPTQ packs along K: quant_method may be wrong)",
         )  # fmt: skip
-    m.check_bits(m.qweight, words)
+    m.check_bits(m.main, words)
     m.check_zeros()
     if m.n % 8:
-        raise m.error(m.qweight, "AWQ interleaves columns by 8", f"{m.n} columns", "a multiple of 8")
+        raise m.error(m.main, "AWQ interleaves columns by 8", f"{m.n} columns", "a multiple of 8")
     block = m.block(k)
     symmetric = _symmetric(m)
     spec = LinearSpec(
         m.n, k, types.unsigned(m.width, symmetric=symmetric), block, scale_dtype=m.scales.dtype,
-        zero="none" if symmetric else "int", bias=m.bias is not None,
+        zero="none" if symmetric else "int", bias=m.has_bias,
     )  # fmt: skip
 
     def read() -> dict[str, Tensor | None]:
@@ -95,7 +95,7 @@ def _record(m: IntModule, label: str) -> LayerRecord:
         codes = _words.awq_codes(packed, m.n) if m.width == 4 else _words.awq_stream_codes(packed, m.width, m.n)
         return {"codes": codes, "zero": None if symmetric else _zeros(m)}
 
-    return m.record(label, spec, read)
+    return m.done(label, spec, read)
 
 
 def _symmetric(m: IntModule) -> bool:

@@ -7,29 +7,31 @@ record says so; where they contradict each other, the checkpoint is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from bitline import types
-from bitline.errors import CheckpointError, WeightError
+from bitline.errors import CheckpointError
 from bitline.formats import ct_auto_round, ct_config
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, in_tensor
+from bitline.formats._layer import FLOATS as _SCALES
+from bitline.formats._layer import Layer
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.config import find_quantization, quantization_config
 from bitline.formats.ct_codes import Packed, column_order, narrow_integers, zero_points
 from bitline.types import LinearSpec, ScalarType
-from bitline.weight import QuantizedWeight
 
 _FP8 = {torch.float8_e4m3fn: types.float8_e4m3fn, torch.float8_e5m2: types.float8_e5m2}
-_SCALES = (torch.bfloat16, torch.float16, torch.float32)
 # Left over from another scheme or step; they belong to the layer although nothing is read from them.
 _SPARE = ("weight_zero_point", "input_scale", "input_zero_point", "input_global_scale", "weight_g_idx")
 # Fields of the canonical weight, and the tensors they come from.
 _FIELDS = {
     "scale": "weight_scale", "scale2": "weight_global_scale", "zero": "weight_zero_point", "perm": "weight_g_idx",
-    "group_index": "weight_g_idx", "input_scale": "input_scale", "input_zero": "input_zero_point", "bias": "bias",
+    "group_index": "weight_g_idx", "input_scale": "input_scale", "input_zero": "input_zero_point",
 }  # fmt: skip
+
+
+Parts = dict[str, Tensor | None]
 
 
 class CompressedTensorsReader:
@@ -74,48 +76,12 @@ def _modules(source: TensorSource) -> Iterator[str]:
             )
 
 
-@dataclass
-class _Module:
-    """One module under inspection: its tensors by suffix, what the config says of it, and what was noticed."""
+class _Module(Layer):
+    """A module under inspection, with what the config says of it."""
 
-    source: TensorSource
-    base: str
-    main: TensorInfo
-    scheme: ct_config.Scheme
-    schemes: ct_config.Schemes
-    oddities: list[str] = field(default_factory=list)
-    used: list[str] = field(default_factory=list)
-
-    def find(self, suffix: str) -> TensorInfo | None:
-        """The header of a tensor of this module, noted as used; None where it is absent."""
-        info = self.source.tensors.get(f"{self.base}.{suffix}")
-        if info is not None and info.name not in self.used:
-            self.used.append(info.name)
-        return info
-
-    def need(self, suffix: str, dtypes: tuple[torch.dtype, ...]) -> TensorInfo:
-        """The header of a tensor that has to be there, with one of these dtypes."""
-        info = self.find(suffix)
-        if info is None:
-            raise self.error(None, "a quantized layer lacks a tensor", "nothing", f"{self.base}.{suffix}")
-        if info.dtype not in dtypes:
-            raise self.error(info, "a tensor has another dtype than its format", info.dtype, " or ".join(map(str, dtypes)))
-        return info
-
-    def matrix(self, suffix: str, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
-        """The shape of a tensor that has to be a matrix."""
-        info = self.need(suffix, dtypes)
-        if len(info.shape) != 2 or 0 in info.shape:
-            raise self.error(info, "not the matrix of a linear layer", list(info.shape), "[rows, columns]")
-        return info.shape[0], info.shape[1]
-
-    def read(self, suffix: str) -> Tensor:
-        return self.source.read(f"{self.base}.{suffix}")
-
-    def error(self, info: TensorInfo | None, what: str, found: object, expected: object) -> CheckpointError:
-        name = self.base if info is None else info.name
-        file = self.source.path if info is None else info.file
-        return CheckpointError(what, file=file, tensor=name, found=found, expected=expected)
+    def __init__(self, source: TensorSource, base: str, main: str, scheme: ct_config.Scheme, schemes: ct_config.Schemes) -> None:
+        super().__init__(source, base, main)
+        self.scheme, self.schemes = scheme, schemes
 
     def block(self, n: int, k: int) -> tuple[int, int]:
         """The block of one scale, from the config, held against the shape of weight_scale."""
@@ -140,26 +106,19 @@ class _Module:
         return block
 
     def spec(self, n: int, k: int, weight: ScalarType, block: tuple[int, int], **more: object) -> LinearSpec:
-        act, bias = self.scheme.act, self.find("bias")
-        if bias is not None and (bias.shape != (n,) or not bias.dtype.is_floating_point):
-            raise self.error(bias, "a bias does not fit its weight", f"{bias.dtype} {list(bias.shape)}", f"floats [{n}]")
+        act = self.scheme.act
         if act is not None and not act.dynamic:
-            self._scalar("input_scale", _SCALES)
+            self.number("input_scale", _SCALES)
             if not act.symmetric:
-                self._scalar("input_zero_point", (torch.int8, torch.int32))
+                self.number("input_zero_point", (torch.int8, torch.int32))
         elif act is not None and act.scale == "e4m3":
-            self._scalar("input_global_scale", (torch.float32,))
+            self.number("input_global_scale", (torch.float32,))
         scale_dtype = self.source.tensors[f"{self.base}.weight_scale"].dtype
-        base = LinearSpec(n, k, weight, block, scale_dtype=scale_dtype, act=act, bias=bias is not None)
+        base = LinearSpec(n, k, weight, block, scale_dtype=scale_dtype, act=act, bias=self.bias(n))
         return base.replace(**more)
 
-    def _scalar(self, suffix: str, dtypes: tuple[torch.dtype, ...]) -> None:
-        info = self.need(suffix, dtypes)
-        if info.shape not in ((), (1,), (1, 1)):
-            raise self.error(info, "not a single number", list(info.shape), "[1]")
-
-    def weight(self, spec: LinearSpec, codes: Tensor, scale: Tensor | None = None, **more: Tensor | None) -> QuantizedWeight:
-        """The canonical weight of these parts, with the module's scales, activation scales and bias."""
+    def parts(self, spec: LinearSpec, codes: Tensor, scale: Tensor | None = None, **more: Tensor | None) -> Parts:
+        """The parts of the weight: these, the module's scales and its input's."""
         act = self.scheme.act
         scale = self.read("weight_scale") if scale is None else scale
         if scale.dim() != 2:
@@ -168,10 +127,10 @@ class _Module:
             more["input_scale"] = self.read("input_scale" if not act.dynamic else "input_global_scale").reshape(())
             if not act.dynamic and not act.symmetric:
                 more["input_zero"] = self.read("input_zero_point").reshape(())
-        return QuantizedWeight(spec, codes, scale, bias=self.read("bias") if spec.bias else None, origin=self.base, **more)
+        return {"codes": codes, "scale": scale, **more}
 
 
-_Plan = tuple[str, LinearSpec, Callable[[], QuantizedWeight]]
+_Plan = tuple[str, LinearSpec, Callable[[], Parts]]
 
 
 def _record(source: TensorSource, schemes: ct_config.Schemes, base: str) -> LayerRecord:
@@ -183,7 +142,7 @@ def _record(source: TensorSource, schemes: ct_config.Schemes, base: str) -> Laye
             "a layer is quantized, but no config group targets it", file=main.file, tensor=main.name,
             found=f"{main.dtype} codes", expected="a group of config_groups that matches its name or class",
         )  # fmt: skip
-    module = _Module(source, base, main, scheme, schemes)
+    module = _Module(source, base, "weight" if packed is None else "weight_packed", scheme, schemes)
     if schemes.ignored(base):
         module.oddities.append("the config's ignore list names this layer, yet its tensors are quantized")
     module.need("weight_scale", (*_SCALES, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu))
@@ -202,19 +161,12 @@ def _record(source: TensorSource, schemes: ct_config.Schemes, base: str) -> Laye
     ):
         module.oddities.append(f"the config says {scheme.format}, the tensors are {label}")
 
-    def read() -> QuantizedWeight:
-        try:
-            return build()
-        except WeightError as error:
-            fields = {field: source.tensors.get(f"{base}.{suffix}") for field, suffix in _FIELDS.items()}
-            if scheme.act is not None and scheme.act.dynamic:  # NVFP4: the input's global scale is the static part
-                fields["input_scale"] = source.tensors.get(f"{base}.input_global_scale")
-            raise in_tensor(error, main, fields) from error
-
     for suffix in _SPARE:
         module.find(suffix)
-    nbytes = sum(source.tensors[name].nbytes for name in module.used)
-    return LayerRecord(base, f"compressed-tensors {label}", spec, tuple(module.used), read, nbytes, tuple(module.oddities))
+    fields = _FIELDS
+    if scheme.act is not None and scheme.act.dynamic:  # NVFP4: the input's global scale is the static part
+        fields = {**_FIELDS, "input_scale": "input_global_scale"}
+    return module.record(f"compressed-tensors {label}", spec, build, fields)
 
 
 def _integers(module: _Module, least: int) -> tuple[int, bool]:
@@ -261,10 +213,10 @@ def _pack_quantized(m: _Module) -> _Plan:
         zero="none" if symmetric else "int", act_order=perm is not None, ragged=groups is not None,
     )  # fmt: skip
 
-    def build() -> QuantizedWeight:
+    def build() -> Parts:
         codes = packed.codes(m.read("weight_packed"), k, perm)
         zero = None if zeros is None else _read_zeros(m, zeros, spec, width)
-        return m.weight(spec, codes, zero=zero, perm=perm, group_index=groups)
+        return m.parts(spec, codes, zero=zero, perm=perm, group_index=groups)
 
     return "pack-quantized", spec, build
 
@@ -304,7 +256,7 @@ def _int_quantized(m: _Module) -> _Plan:
     weight = types.int8 if plain else types.unsigned(width, symmetric=symmetric)
     spec = m.spec(n, k, weight, block, zero="none" if symmetric else "int")
 
-    def build() -> QuantizedWeight:
+    def build() -> Parts:
         raw = m.read("weight")
         codes = raw.view(torch.uint8) if plain else narrow_integers(raw, width)
         if codes is None:
@@ -313,7 +265,7 @@ def _int_quantized(m: _Module) -> _Plan:
                 m.main, f"values do not fit {width} bits", f"{int(raw.min())}..{int(raw.max())}", f"{-half}..{half - 1}"
             )
         zero = None if zeros is None else _read_zeros(m, zeros, spec, width)
-        return m.weight(spec, codes, zero=zero)
+        return m.parts(spec, codes, zero=zero)
 
     return "int-quantized", spec, build
 
@@ -331,11 +283,11 @@ def _float_quantized(m: _Module) -> _Plan:
     scale, weight = m.source.tensors[f"{m.base}.weight_scale"], _FP8[m.main.dtype]
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         spec = m.spec(n, k, weight, m.block(n, k), scale_dtype=torch.float8_e8m0fnu)
-        return "mxfp8-quantized", spec, lambda: m.weight(spec, m.read("weight").view(torch.uint8), _e8m0(m))
+        return "mxfp8-quantized", spec, lambda: m.parts(spec, m.read("weight").view(torch.uint8), _e8m0(m))
     m.need("weight_scale", _SCALES)
     spec = m.spec(n, k, weight, m.block(n, k))
     label = m.scheme.format if m.scheme.format == "naive-quantized" else "float-quantized"
-    return label, spec, lambda: m.weight(spec, m.read("weight").view(torch.uint8))
+    return label, spec, lambda: m.parts(spec, m.read("weight").view(torch.uint8))
 
 
 def _e8m0(m: _Module) -> Tensor:
@@ -352,17 +304,17 @@ def _micro_packed(m: _Module) -> _Plan:
         m.need("weight_scale", (torch.uint8, torch.float8_e8m0fnu))
         weight = types.float4_e2m1 if width == 4 else types.float6_e2m3
         spec = m.spec(n, k, weight, m.block(n, k), scale_dtype=torch.float8_e8m0fnu)
-        return f"mxfp{width}-pack-quantized", spec, lambda: m.weight(spec, m.read("weight_packed"), _e8m0(m))
+        return f"mxfp{width}-pack-quantized", spec, lambda: m.parts(spec, m.read("weight_packed"), _e8m0(m))
     m.need("weight_scale", (torch.float8_e4m3fn,))
-    m._scalar("weight_global_scale", (torch.float32,))
+    m.number("weight_global_scale", (torch.float32,))
     spec = m.spec(n, k, types.float4_e2m1, m.block(n, k), scale2_block=(n, k))
 
-    def build() -> QuantizedWeight:
+    def build() -> Parts:
         divisor = m.read("weight_global_scale").reshape(1, 1).double()
         if not 1e-35 < float(divisor) < float("inf"):  # with less the scales are no float32
             info = m.source.tensors[f"{m.base}.weight_global_scale"]
             raise m.error(info, "a global scale that nothing can be divided by", float(divisor), "a number above 1e-35")
-        return m.weight(spec, m.read("weight_packed"), scale2=divisor.reciprocal())
+        return m.parts(spec, m.read("weight_packed"), scale2=divisor.reciprocal())
 
     return "nvfp4-pack-quantized", spec, build
 

@@ -11,15 +11,16 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+from torch import Tensor
 
 from bitline import types
 from bitline.errors import CheckpointError
+from bitline.formats._hints import Hints
 from bitline.formats._intconfig import AUTO_ROUND
-from bitline.formats._module import E8M0, FLOATS, NUMBER, Hints, Module
+from bitline.formats._layer import E8M0, FLOATS, NUMBER, Layer
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.config import find_quantization, quantization_config
 from bitline.types import ActSpec, LinearSpec
-from bitline.weight import QuantizedWeight
 
 FP8 = {
     torch.float8_e4m3fn: types.float8_e4m3fn, torch.float8_e5m2: types.float8_e5m2,
@@ -88,11 +89,11 @@ class FP8Reader:
             base, dot, suffix = name.rpartition(".")
             weight = source.tensors.get(f"{base}.weight")
             if suffix == "weight" and dot and info.dtype in FP8:
-                module = Module(source, base)
+                module = Layer(source, base)
                 hints.note(module)
                 yield _record(module, config, label, file)
             elif suffix == "weight" and dot and info.dtype == torch.int8 and f"{base}.scale" in source.tensors:
-                module = Module(source, base)
+                module = Layer(source, base)
                 hints.note(module)
                 yield _fp4_record(module, config, label)
             elif suffix in SCALES[:2] and (weight is None or weight.dtype not in FP8):
@@ -111,30 +112,30 @@ def _parse(raw: Mapping[str, Any], file: Path) -> _Config:
     return config
 
 
-def _record(m: Module, config: _Config, label: str, file: Path) -> LayerRecord:
+def _record(m: Layer, config: _Config, label: str, file: Path) -> LayerRecord:
     n, k = m.matrix()
-    scale = m.need(SCALES[0], (*FLOATS, *E8M0), *SCALES[1:])
+    scale = m.need(SCALES, (*FLOATS, *E8M0))
     block, how = _block(m, scale, n, k, config, file)
     dtype = torch.float8_e8m0fnu if scale.dtype in E8M0 else scale.dtype
     act = config.act(min(block[1], k) if how == "block" else None)
-    inputs = m.number(*_INPUTS) if act is not None and not act.dynamic else None
+    static = act is not None and not act.dynamic
+    if static:
+        m.number(_INPUTS)
     for left in (*SCALES, *_INPUTS):
         m.find(left)  # an input scale of a dynamic scheme, left over from calibration, belongs to the layer
-    bias = m.vector("bias", n, "a bias")
-    spec = LinearSpec(n, k, FP8[m.main.dtype], block, scale_dtype=dtype, act=act, bias=bias is not None)
+    spec = LinearSpec(n, k, FP8[m.main.dtype], block, scale_dtype=dtype, act=act, bias=m.bias(n))
 
-    def build() -> QuantizedWeight:
-        return QuantizedWeight(
-            spec, m.read(m.main).view(torch.uint8), m.read(scale).view(dtype).reshape(spec.grid),
-            input_scale=None if inputs is None else m.read(inputs).reshape(()),
-            bias=None if bias is None else m.read(bias, n), origin=m.base,
-        )  # fmt: skip
+    def build() -> dict[str, Tensor | None]:
+        return {
+            "codes": m.read("weight").view(torch.uint8), "scale": m.read(SCALES).view(dtype).reshape(spec.grid),
+            "input_scale": m.read(_INPUTS).reshape(()) if static else None,
+        }  # fmt: skip
 
-    return m.record(f"{label} {how}", spec, build, {"scale": scale, "input_scale": inputs, "bias": bias})
+    return m.record(f"{label} {how}", spec, build, {"scale": SCALES, "input_scale": _INPUTS})
 
 
 def _block(
-    m: Module, scale: TensorInfo, n: int, k: int, config: _Config, file: Path
+    m: Layer, scale: TensorInfo, n: int, k: int, config: _Config, file: Path
 ) -> tuple[tuple[int, int], Literal["tensor", "channel", "block"]]:
     """The block of one scale, from the config where it names one, else from the shape of the scales."""
     if config.block is not None:
@@ -154,28 +155,22 @@ def _block(
     return _USUAL, "block"
 
 
-def _fp4_record(m: Module, config: _Config, label: str) -> LayerRecord:
+def _fp4_record(m: Layer, config: _Config, label: str) -> LayerRecord:
     """Experts of DeepSeek-V4: two E2M1 codes in an int8, the lower one first, and an E8M0 scale for 32 columns."""
     n, columns = m.matrix()
     k = 2 * columns
     scale = m.need("scale", E8M0)
     if scale.shape != (n, -(-k // 32)):
         raise m.unfit(scale, n, k, f"{[n, -(-k // 32)]} (one for 32 columns)")
-    bias = m.vector("bias", n, "a bias")
     act = config.act(min((config.block or _USUAL)[1], k))
     if act is not None and not act.dynamic:
         raise m.error(m.main, "FP4 experts with static activations are not supported yet", "activation_scheme static", "dynamic")
-    spec = LinearSpec(
-        n, k, types.float4_e2m1, (1, 32), scale_dtype=torch.float8_e8m0fnu, act=act, bias=bias is not None
-    )  # fmt: skip
+    spec = LinearSpec(n, k, types.float4_e2m1, (1, 32), scale_dtype=torch.float8_e8m0fnu, act=act, bias=m.bias(n))
 
-    def build() -> QuantizedWeight:
-        return QuantizedWeight(
-            spec, m.read(m.main).view(torch.uint8), m.read(scale).view(torch.float8_e8m0fnu),
-            bias=None if bias is None else m.read(bias, n), origin=m.base,
-        )  # fmt: skip
+    def build() -> dict[str, Tensor]:
+        return {"codes": m.read("weight").view(torch.uint8), "scale": m.read("scale").view(torch.float8_e8m0fnu)}
 
-    return m.record(f"{label} fp4", spec, build, {"scale": scale, "bias": bias})
+    return m.record(f"{label} fp4", spec, build, {"scale": "scale"})
 
 
 READER = FP8Reader()

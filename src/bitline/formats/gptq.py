@@ -103,7 +103,7 @@ def _record(m: IntModule, layout: Layout) -> LayerRecord:
         m.need("qzeros", (torch.int32,))
     spec = LinearSpec(
         m.n, k, types.unsigned(m.width, symmetric=symmetric), block, scale_dtype=m.scales.dtype,
-        zero="none" if symmetric else "int", act_order=perm is not None, ragged=groups is not None, bias=m.bias is not None,
+        zero="none" if symmetric else "int", act_order=perm is not None, ragged=groups is not None, bias=m.has_bias,
     )  # fmt: skip
 
     def read() -> dict[str, Tensor | None]:
@@ -114,23 +114,21 @@ def _record(m: IntModule, layout: Layout) -> LayerRecord:
         zero = None if symmetric else _zeros(m.read("qzeros"), m.width, m.n, layout, planar)
         return {"codes": codes, "zero": zero, "perm": perm, "group_index": groups}
 
-    return m.record(layout.label, spec, read)
+    return m.done(layout.label, spec, read)
 
 
 def _shape(m: IntModule) -> tuple[int, tuple[int, int]]:
     """K and the block of one scale, with every tensor's shape held against the others and against the config."""
-    rows, n = m.qweight.shape
+    rows, n = m.main.shape
     if n != m.n:
         raise m.error(
-            m.qweight, "qweight and scales do not fit: GPTQ packs along K", f"qweight {[rows, n]}, scales {list(m.scales.shape)}",
+            m.main, "qweight and scales do not fit: GPTQ packs along K", f"qweight {[rows, n]}, scales {list(m.scales.shape)}",
             f"{m.n} columns in both (AWQ packs along N: quant_method may be wrong)",
         )  # fmt: skip
     m.check_zeros()
     whole = m.width if 32 % m.width else 1  # 32 codes of 3 bits are 3 words
     if rows % whole:
-        raise m.error(
-            m.qweight, f"qweight's rows do not hold whole blocks of {m.width}-bit codes", rows, f"a multiple of {whole}"
-        )
+        raise m.error(m.main, f"qweight's rows do not hold whole blocks of {m.width}-bit codes", rows, f"a multiple of {whole}")
     k = rows * 32 // m.width
     index = m.source.tensors.get(f"{m.base}.g_idx")
     if index is not None and (index.shape != (k,) or index.dtype not in (torch.int32, torch.int64)):

@@ -14,15 +14,18 @@ from torch import Tensor
 from bitline import bits, types
 from bitline.errors import CheckpointError
 from bitline.formats import modelopt_config
-from bitline.formats._module import E8M0, FLOATS, NUMBER, Hints, Module
+from bitline.formats._hints import Hints
+from bitline.formats._layer import E8M0, FLOATS, NUMBER, Layer
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.config import quantization_config
 from bitline.formats.modelopt_config import Algorithm
 from bitline.types import LinearSpec, ScalarType
-from bitline.weight import QuantizedWeight
 
 _CODES = (torch.float8_e4m3fn, torch.uint8, torch.int8)
 _MX = 32
+_FIELDS = {
+    "scale": "weight_scale", "scale2": "weight_scale_2", "input_scale": "input_scale", "input_multiplier": "pre_quant_scale",
+}  # fmt: skip
 _TINY, _HUGE = 1e-35, 1e35  # an input scale outside has no float32 reciprocal, or one that is nothing
 
 
@@ -43,7 +46,7 @@ class ModelOptReader:
             base, dot, suffix = name.rpartition(".")
             weight = source.tensors.get(f"{base}.weight")
             if suffix == "weight" and dot and info.dtype in _CODES:
-                module = Module(source, base)
+                module = Layer(source, base)
                 hints.note(module)
                 yield _record(module, algorithms)
             elif suffix == "weight_scale" and (weight is None or weight.dtype not in _CODES):
@@ -53,8 +56,8 @@ class ModelOptReader:
                 )
 
 
-def _record(m: Module, algorithms: modelopt_config.Algorithms) -> LayerRecord:
-    if (lora := m.find("svdquant_lora_a", "svdquant_lora_b", "weight_quantizer.svdquant_lora_a")) is not None:
+def _record(m: Layer, algorithms: modelopt_config.Algorithms) -> LayerRecord:
+    if (lora := m.find(("svdquant_lora_a", "svdquant_lora_b", "weight_quantizer.svdquant_lora_a"))) is not None:
         raise m.error(lora, "a low-rank term beside the quantized weight is not supported yet", lora.name, "no SVDQuant")
     scale = m.need("weight_scale", (*FLOATS, *E8M0, torch.float8_e4m3fn))
     kind = _kind(m, scale)
@@ -62,7 +65,7 @@ def _record(m: Module, algorithms: modelopt_config.Algorithms) -> LayerRecord:
     return _Layer(m, scale, algorithm).record(kind)
 
 
-def _kind(m: Module, scale: TensorInfo) -> str:
+def _kind(m: Layer, scale: TensorInfo) -> str:
     """How the weight is stored: "fp8", "mxfp8", "nvfp4", "mxfp4", "int4" or "int8"."""
     found = None
     if m.main.dtype == torch.float8_e4m3fn:
@@ -79,10 +82,9 @@ def _kind(m: Module, scale: TensorInfo) -> str:
 class _Layer:
     """One module on its way to a record: what all kinds have in common."""
 
-    def __init__(self, m: Module, scale: TensorInfo, algorithm: Algorithm) -> None:
+    def __init__(self, m: Layer, scale: TensorInfo, algorithm: Algorithm) -> None:
         self.m, self.scale, self.algorithm = m, scale, algorithm
         self.rows, self.columns = m.matrix()
-        self.scale2: TensorInfo | None = None
 
     def record(self, kind: str) -> LayerRecord:
         kinds: dict[str, Callable[[], tuple[LinearSpec, Callable[[], Tensor]]]] = {
@@ -117,7 +119,7 @@ class _Layer:
 
     def _nvfp4(self) -> tuple[LinearSpec, Callable[[], Tensor]]:
         n, k = self.rows, 2 * self.columns
-        self.scale2 = self.m.number("weight_scale_2")
+        self.m.number("weight_scale_2")
         return self._spec(n, k, types.float4_e2m1, (1, self._group(k, 16)), self.scale.shape, scale2_block=(n, k)), self._bytes
 
     def _mxfp4(self) -> tuple[LinearSpec, Callable[[], Tensor]]:
@@ -130,7 +132,7 @@ class _Layer:
         self.m.find("weight_scale_2")  # W4A8_AWQ's second quantization, to FP8, is the kernels' own: no part of the weight
 
         def codes() -> Tensor:
-            return unpack_rows(self.m.read(self.m.main))
+            return unpack_rows(self.m.read("weight"))
 
         return self._spec(n, k, types.uint4b8, (1, self._group(k, 128)), shape), codes
 
@@ -141,7 +143,7 @@ class _Layer:
     # ---- what they have in common ----------------------------------------------------------------------------------------
 
     def _bytes(self) -> Tensor:
-        return self.m.read(self.m.main).view(torch.uint8)
+        return self.m.read("weight").view(torch.uint8)
 
     def _group(self, k: int, usual: int) -> int:
         """Columns of a scale: the config's, else what divides the columns evenly."""
@@ -164,25 +166,22 @@ class _Layer:
         inverse = act is not None and act.scale == "e4m3"
         inputs = m.number("input_scale") if act is not None and (inverse or not act.dynamic) else None
         factors = m.vector("pre_quant_scale", k, "pre_quant_scale")
-        bias = m.vector("bias", n, "a bias")
-        spec = spec.replace(act=act, bias=bias is not None, input_multiplier=factors is not None)
+        spec = spec.replace(act=act, bias=m.bias(n), input_multiplier=factors)
 
-        def build() -> QuantizedWeight:
-            return QuantizedWeight(
-                spec, codes(), m.read(self.scale).view(spec.scale_dtype).reshape(spec.grid),
+        def build() -> dict[str, Tensor | None]:
+            return {
+                "codes": codes(), "scale": m.read("weight_scale").view(spec.scale_dtype).reshape(spec.grid),
                 # Float64, as every global scale: its product with a block's scale is then rounded once.
-                scale2=None if self.scale2 is None else m.read(self.scale2, 1, 1).double(),
-                input_scale=None if inputs is None else self._input_scale(inputs, inverse),
-                input_multiplier=None if factors is None else m.read(factors, k),
-                bias=None if bias is None else m.read(bias, n), origin=m.base,
-            )  # fmt: skip
+                "scale2": None if spec.scale2_block is None else m.read("weight_scale_2", 1, 1).double(),
+                "input_scale": None if inputs is None else self._input_scale(inputs, inverse),
+                "input_multiplier": m.read("pre_quant_scale", k) if factors else None,
+            }  # fmt: skip
 
-        fields = {"scale": self.scale, "scale2": self.scale2, "input_scale": inputs, "input_multiplier": factors, "bias": bias}
-        return m.record(f"modelopt {self.algorithm.name}", spec, build, fields)
+        return m.record(f"modelopt {self.algorithm.name}", spec, build, _FIELDS)
 
     def _input_scale(self, info: TensorInfo, inverse: bool) -> Tensor:
         """The static scale, or NVFP4's global one: ModelOpt's is multiplied by, the canonical one is divided by."""
-        value = self.m.read(info).reshape(())
+        value = self.m.read("input_scale").reshape(())
         if not inverse:
             return value
         if not _TINY < float(value) < _HUGE:

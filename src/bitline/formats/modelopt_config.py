@@ -12,7 +12,7 @@ import msgspec
 from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats._json import read_config
-from bitline.formats._module import Module
+from bitline.formats._layer import Layer
 from bitline.formats.base import TensorSource
 from bitline.formats.config import find_quantization
 from bitline.types import ActSpec
@@ -60,7 +60,7 @@ class Algorithm:
         }[how]
 
 
-class _Layer(msgspec.Struct):
+class _Override(msgspec.Struct):
     quant_algo: str
     group_size: int | None = None
 
@@ -70,7 +70,7 @@ class _Config(msgspec.Struct):
     group_size: int | None = None
     exclude_modules: list[str] | None = None
     ignore: list[str] | None = None
-    quantized_layers: dict[str, _Layer] | None = None
+    quantized_layers: dict[str, _Override] | None = None
 
 
 class Algorithms:
@@ -98,7 +98,7 @@ class Algorithms:
             raise self._error("mixed precision without the algorithms of its layers", "no quantized_layers", "an object")
         self._layers = {module: self._algorithm(layer.quant_algo, layer.group_size) for module, layer in layers.items()}
 
-    def of(self, module: Module, kind: str) -> Algorithm:
+    def of(self, module: Layer, kind: str) -> Algorithm:
         """The algorithm of a module whose weight is stored as `kind`; an error where the config says something else.
 
         A module that quantized_layers does not name has the only algorithm in it that stores weights so.

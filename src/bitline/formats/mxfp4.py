@@ -11,7 +11,7 @@ import torch
 
 from bitline import types
 from bitline.errors import CheckpointError, WeightError
-from bitline.formats._module import E8M0, FLOATS
+from bitline.formats._layer import E8M0, FLOATS
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, in_tensor
 from bitline.formats.config import quantization_config
 from bitline.types import LinearSpec
