@@ -1,4 +1,4 @@
-"""The canonical weight: its checks, what it stands for, and how it is cut."""
+"""The canonical weight: its checks and what it stands for. How it is cut is in test_sharding."""
 
 import dataclasses
 
@@ -7,8 +7,6 @@ import torch
 
 from bitline import ActSpec, LinearSpec, QuantizedWeight, WeightError, quantize, types
 from bitline.testing import random_spec, random_weight
-
-SEEDS = range(250)
 
 
 def slow_dequantize(w):
@@ -84,110 +82,6 @@ def test_codes_and_scales_can_be_read():
     nv = quantize(torch.randn(4, 32), "NVFP4A16")
     assert torch.equal(nv.scales(), (nv.scale.double() * nv.scale2).float())
     assert set(nv.tensors()) == {"codes", "scale", "scale2"} and nv.nbytes() == 4 * 16 + 4 * 2 + 8
-
-
-# ---- cutting -----------------------------------------------------------------------------------------------------------
-
-
-def bits_equal(a, b):
-    return a.shape == b.shape and torch.equal(a, b)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_shards_put_together_are_the_whole(dim):
-    for seed in SEEDS:
-        w = random_weight(random_spec(seed), seed)
-        whole = w.dequantize()
-        for world in (1, 2, 3, 4, 8):
-            if world > w.shape[dim]:
-                continue
-            parts = [w.shard(dim, rank, world) for rank in range(world)]
-            assert bits_equal(torch.cat([p.dequantize() for p in parts], dim), whole), (w.spec.key, dim, world)
-            if w.bias is not None:
-                shared = torch.cat([p.bias for p in parts]) if dim == 0 else parts[0].bias
-                assert torch.equal(shared, w.bias)
-                assert dim == 0 or all(p.bias is None and not p.spec.bias for p in parts[1:])
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_any_boundary_and_cutting_twice(dim):
-    g = torch.Generator().manual_seed(9)
-    for seed in SEEDS:
-        w = random_weight(random_spec(seed), seed)
-        whole = w.dequantize()
-        size = w.shape[dim]
-        start = int(torch.randint(size, (1,), generator=g))
-        stop = int(torch.randint(start + 1, size + 1, (1,), generator=g))
-        part = w.narrow(dim, start, stop)
-        assert bits_equal(part.dequantize(), whole.narrow(dim, start, stop - start)), (w.spec.key, start, stop)
-        inner = int(torch.randint(stop - start, (1,), generator=g))
-        twice = part.narrow(dim, inner, stop - start)
-        assert bits_equal(twice.dequantize(), whole.narrow(dim, start + inner, stop - start - inner)), w.spec.key
-        other = 1 - dim
-        crossed = part.shard(other, 0, min(2, w.shape[other]))
-        assert bits_equal(crossed.dequantize(), part.dequantize().narrow(other, 0, crossed.shape[other])), w.spec.key
-
-
-def test_products_of_k_shards_add_up():
-    for seed in range(0, 60, 2):
-        w = random_weight(random_spec(seed), seed)
-        if w.spec.k < 3:
-            continue
-        x = torch.randn(4, w.spec.k, dtype=torch.float64)
-        total, start = torch.zeros(4, w.spec.n, dtype=torch.float64), 0
-        for rank in range(3):
-            part = w.shard(1, rank, 3)
-            total += x[:, start : start + part.spec.k] @ part.dequantize().double().T
-            start += part.spec.k
-        assert start == w.spec.k and torch.allclose(total, x @ w.dequantize().double().T)
-
-
-def test_cutting_changes_nothing_and_copies_little():
-    for seed in range(40):
-        w = random_weight(random_spec(seed), seed)
-        before = {name: t.clone() for name, t in w.tensors().items()}
-        for dim in (0, 1):
-            if w.shape[dim] > 1:
-                w.shard(dim, 1, 2)
-        assert all(torch.equal(t.view(torch.uint8), before[name].view(torch.uint8)) for name, t in w.tensors().items())
-    w = quantize(torch.randn(8, 256), "W4A16")
-    rows, columns = w.shard(0, 1, 2), w.shard(1, 1, 2)
-    assert rows.codes.data_ptr() == w.codes[4].data_ptr() and columns.codes.data_ptr() == w.codes[:, 64:].data_ptr()
-
-
-def test_a_straddled_group_keeps_its_scale_on_both_sides():
-    w = quantize(torch.randn(4, 256), "W4A16")
-    left, right = w.narrow(1, 0, 192), w.narrow(1, 192, 256)
-    assert left.scale.shape == (4, 2) and right.scale.shape == (4, 1)
-    assert torch.equal(left.scale[:, 1], right.scale[:, 0])
-    later = w.narrow(1, 100, 256)
-    assert later.spec.block_offset == (0, 100) and later.spec.grid == (4, 2)
-    block = quantize(torch.randn(300, 256), "FP8_BLOCK").narrow(0, 100, 300)
-    assert block.spec.block_offset == (100, 0) and block.scale.shape == (3, 2)
-
-
-@pytest.mark.parametrize(("rank", "world"), [(-1, 2), (2, 2), (0, 0), (0, 9)])
-def test_impossible_shards(rank, world):
-    w = quantize(torch.randn(8, 32), "W4A16")
-    with pytest.raises(WeightError, match="shard"):
-        w.shard(0, rank, world)
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 0), (3, 2), (-1, 4), (0, 33)])
-def test_impossible_cuts(start, stop):
-    with pytest.raises(WeightError, match="cannot cut"):
-        quantize(torch.randn(8, 32), "W4A16").narrow(1, start, stop)
-
-
-def test_take_rows():
-    w = quantize(torch.randn(8, 32), "NVFP4A16", bias=torch.arange(8.0))
-    index = torch.tensor([3, 3, 0])
-    taken = w.take_rows(index)
-    assert torch.equal(taken.dequantize(), w.dequantize()[index]) and taken.bias.tolist() == [3.0, 3.0, 0.0]
-    with pytest.raises(WeightError, match="share scales"):
-        quantize(torch.randn(200, 32), "FP8_BLOCK").take_rows(index)
-    with pytest.raises(WeightError, match="out of range"):
-        w.take_rows(torch.tensor([8]))
 
 
 # ---- validation --------------------------------------------------------------------------------------------------------

@@ -86,7 +86,9 @@ def narrow(codes: Tensor, bits: int, start: int, stop: int) -> Tensor:
     """Columns [start, stop) of packed rows: a view where the cut falls on a byte, else repacked in chunks of rows."""
     if start * bits % 8 == 0:
         return codes[:, start * bits // 8 : row_bytes(stop, bits)]
-    return map_columns(codes, bits, stop, lambda rows: rows[:, start:stop], stop - start)
+    base = start // 8 * 8  # eight codes end on a byte: those before are not unpacked
+    part = codes[:, base * bits // 8 : row_bytes(stop, bits)]
+    return map_columns(part, bits, stop - base, lambda rows: rows[:, start - base :], stop - start)
 
 
 def take(codes: Tensor, bits: int, k: int, index: Tensor) -> Tensor:

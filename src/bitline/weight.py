@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -82,6 +83,9 @@ class QuantizedWeight:
             raise self._error("scale2", "absent" if self.scale2 is None else "present", f"block {s.scale2_block}")
         if self.scale2 is not None and s.scale2_block is not None:
             self._expect("scale2", self.scale2, self._grid2())
+            for size, fine, cut, coarse in zip(self.shape, s.block, s.block_offset, s.scale2_block, strict=True):
+                if coarse < size and (coarse % fine or cut):
+                    raise self._error("scale2", f"blocks {s.scale2_block} over blocks {s.block}", "whole blocks of scale in each")
         if self.offset2 is not None:
             if self.offset is None:
                 raise self._error("offset2", "present", "an offset to multiply")
@@ -279,38 +283,52 @@ class QuantizedWeight:
 
         Any boundary is legal: a scale block, an MX block or a byte of codes that straddles two ranks is handled here,
         and an act-order permutation is cut by the input columns that the rank sees. Along K only rank 0 keeps the bias.
-        Concatenating (dim 0) or column-concatenating (dim 1) the shards' dequantized weights gives the whole.
+        Concatenating (dim 0) or column-concatenating (dim 1) the shards' dequantized weights gives the whole, to the bit.
+        Parts are as equal as they can be: rank r has [size * r // world, size * (r + 1) // world). See `narrow` on memory.
         """
-        size = self.shape[dim]
+        size = self._size(dim)
         if not 0 <= rank < world or world > size:
             raise WeightError("cannot shard", found=f"rank {rank} of {world} over {size}", expected="0 <= rank < world <= size")
         part = self.narrow(dim, size * rank // world, size * (rank + 1) // world)
         return part.with_bias(None) if dim == 1 and rank > 0 and part.bias is not None else part
 
     def narrow(self, dim: Literal[0, 1], start: int, stop: int) -> QuantizedWeight:
-        """Rows (dim 0) or input columns (dim 1) [start, stop). Views where possible."""
-        if not 0 <= start < stop <= self.shape[dim]:
+        """Rows (dim 0) or input columns (dim 1) [start, stop).
+
+        Every tensor is a view, which keeps the whole alive until it is packed or copied, except: codes of a cut inside a
+        byte; codes, scales and zeros where columns are in another order or groups are ragged; and scales whose second
+        scale is cut, which are in float32 where the cut is also inside a block of the first.
+        """
+        if not 0 <= start < stop <= self._size(dim):
             raise WeightError("cannot cut", found=f"[{start}, {stop})", expected=f"a part of [0, {self.shape[dim]})")
         return self._narrow_rows(start, stop) if dim == 0 else self._narrow_columns(start, stop)
 
     def take_rows(self, index: Tensor) -> QuantizedWeight:
         """Rows `index` (int64 [n], any order, bias included), for a file whose rows are not in the model's order.
 
-        A WeightError where rows share scales (block and per-tensor scales) or an index is outside [0, N).
+        A WeightError where some rows share scales (blocks of several rows, but not of all) or an index is outside [0, N).
         """
         s, coarse = self.spec, self.spec.scale2_block
-        if s.block[0] != 1 or (coarse is not None and 1 != coarse[0] < s.n):
+        if 1 != s.block[0] < s.n or (coarse is not None and 1 != coarse[0] < s.n):
             raise WeightError("cannot reorder rows that share scales", found=s.scheme, expected="a scale for each row")
         if index.dim() != 1 or index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= s.n:
             raise WeightError("rows to take are out of range", found=f"shape {list(index.shape)}", expected=f"1-D, 0..{s.n - 1}")
         n = index.numel()
-        rows: dict[str, Any] = {"codes": self.codes.index_select(0, index)}
-        for name in ("scale", "zero", "offset", "bias") + (("scale2", "offset2") if coarse and coarse[0] == 1 else ()):
-            tensor = getattr(self, name)
-            rows[name] = None if tensor is None else _select(tensor, 0, index)
+        names = ["codes", "bias"]
+        if s.block[0] == 1:
+            names += ["scale", "zero", "offset"]
+        if coarse is not None and coarse[0] == 1:
+            names += ["scale2", "offset2"]
+        rows: dict[str, Any] = {name: _select(t, 0, index) for name in names if (t := getattr(self, name)) is not None}
         if coarse is not None and coarse[0] != 1:
             coarse = (n, coarse[1])
-        return dataclasses.replace(self, spec=s.replace(n=n, scale2_block=coarse), **rows)
+        block = (1 if s.block[0] == 1 else n, s.block[1])
+        return dataclasses.replace(self, spec=s.replace(n=n, block=block, scale2_block=coarse), **rows)
+
+    def _size(self, dim: int) -> int:
+        if dim not in (0, 1):
+            raise WeightError("cannot cut along this dimension", found=dim, expected="0 (N, output rows) or 1 (K, input columns)")
+        return self.shape[dim]
 
     def _narrow_rows(self, start: int, stop: int) -> QuantizedWeight:
         s = self.spec
@@ -345,47 +363,69 @@ class QuantizedWeight:
         s = self.spec
         perm = self.perm.long() if self.perm is not None else torch.arange(s.k, device=self.device)
         kept = ((perm >= start) & (perm < stop)).nonzero().squeeze(1)
-        used, group_index = self.column_groups().index_select(0, kept).unique_consecutive(return_inverse=True)
+        used, groups, sizes = (
+            self.column_groups().index_select(0, kept).unique_consecutive(return_inverse=True, return_counts=True)
+        )
+        block, first, ragged = _regular(sizes.tolist(), s.block[1])
         new_perm = perm.index_select(0, kept) - start
         trivial = torch.equal(new_perm, torch.arange(stop - start, device=self.device))
-        pick = lambda t: None if t is None else t.index_select(1, used)
+        pick = lambda t: None if t is None else _select(t, 1, used)
         scale, offset = (self.scales(), self.offsets()) if self.scale2 is not None else (self.scale, self.offset)
         return dataclasses.replace(
             self,
             spec=s.replace(
-                k=stop - start, block=(s.block[0], min(s.block[1], stop - start)), block_offset=(s.block_offset[0], 0),
-                ragged=True, act_order=not trivial, scale_dtype=scale.dtype, scale2_block=None,
+                k=stop - start, block=(s.block[0], block), block_offset=(s.block_offset[0], first), ragged=ragged,
+                act_order=not trivial, scale_dtype=scale.dtype, scale2_block=None,
             ),
             codes=bits.take(self.codes, s.weight.bits, s.k, kept),
-            scale=_select(scale, 1, used), zero=pick(self.zero), offset=pick(offset), scale2=None, offset2=None,
-            perm=None if trivial else new_perm.int(), group_index=group_index.int(),
+            scale=pick(scale), zero=pick(self.zero), offset=pick(offset), scale2=None, offset2=None,
+            perm=None if trivial else new_perm.int(), group_index=groups.int() if ragged else None,
             input_multiplier=None if self.input_multiplier is None else self.input_multiplier[start:stop],
         )  # fmt: skip
 
     def _cut_grids(self, dim: int, start: int, stop: int, first: int, last: int) -> dict[str, Any]:
-        """Cut scale, zero and offset to the blocks [first, last]; a second scale stays where its block is not cut."""
+        """Cut scale, zero and offset to the blocks [first, last], and the second scale to its own blocks.
+
+        A block of the second scale that is cut is first split into smaller ones, which takes more of them; where they
+        would not consist of whole blocks of the first, both scales are multiplied out in float32, as `dequantize` does.
+        """
         cut: dict[str, Any] = {"spec": {}}
         for name in ("scale", "zero", "offset"):
             tensor = getattr(self, name)
             cut[name] = None if tensor is None else tensor.narrow(dim, first, last - first + 1)
         if self.scale2 is None or self.spec.scale2_block is None:
             return cut
-        block = self.spec.scale2_block[dim]
-        if block >= self.shape[dim]:
-            size = list(self.spec.scale2_block)
+        size = list(self.spec.scale2_block)
+        parts = math.gcd(size[dim], start) if size[dim] < self.shape[dim] else size[dim]
+        if parts == size[dim] >= self.shape[dim]:
             size[dim] = stop - start
-            cut["spec"] = {"scale2_block": tuple(size)}
-        elif start % block == 0:
-            rows = (start // block, -(-stop // block) - start // block)
-            cut["scale2"] = self.scale2.narrow(dim, *rows)
-            cut["offset2"] = None if self.offset2 is None else self.offset2.narrow(dim, *rows)
-        else:  # the coarse block is cut: fold it in, which float32 holds exactly
+        elif parts % self.spec.block[dim] == 0:
+            cells = torch.arange(start // parts, -(-stop // parts), device=self.device) // (size[dim] // parts)
+            for name in ("scale2", "offset2"):
+                tensor = getattr(self, name)
+                if tensor is not None and parts == size[dim]:
+                    cut[name] = tensor.narrow(dim, int(start // parts), len(cells))
+                elif tensor is not None:
+                    cut[name] = tensor.index_select(dim, cells)
+            size[dim] = min(parts, stop - start)
+        else:
             folded, offset = self.scales(), self.offsets()
             cut["scale"] = folded.narrow(dim, first, last - first + 1)
             cut["offset"] = None if offset is None else offset.narrow(dim, first, last - first + 1)
             cut["scale2"] = cut["offset2"] = None
             cut["spec"] = {"scale2_block": None, "scale_dtype": torch.float32}
+            return cut
+        cut["spec"] = {"scale2_block": (size[0], size[1])}
         return cut
+
+
+def _regular(sizes: list[int], block: int) -> tuple[int, int, bool]:
+    """(block, columns missing from the first, ragged) of groups of these sizes; regular where all but the ends are full."""
+    if len(sizes) == 1:
+        return sizes[0], 0, False
+    if max(sizes) <= block and all(size == block for size in sizes[1:-1]):
+        return block, block - sizes[0], False
+    return min(block, sum(sizes)), 0, True
 
 
 def _select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from bitline.cli.render import table
 from bitline.cli.run import policy_of
 from bitline.errors import InputError
 from bitline.platform import Platform
-from bitline.select import choose, seconds, short_name
+from bitline.select import Choice, choose, seconds, short_name
 from bitline.skeleton import default_dtype
 from bitline.types import LinearSpec, dtype_name
 from bitline.weight import QuantizedWeight
@@ -28,7 +28,7 @@ def explain_report(
     path: Path, platform: str, m: tuple[int, ...], dtype: str, tp: int, kernel: str | None, backend: str | None, strict: bool,
     batch_invariant: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Every figure of the command: one choice per distinct layer, and per rank's cut where tp > 1."""
+    """Every figure of the command: one choice per distinct layer; where tp > 1, per cut and per kernel that its ranks get."""
     where = Platform.parse(platform) if platform else Platform.detect()
     policy = policy_of(kernel, backend, strict, m=m, batch_invariant=batch_invariant)
     checkpoint = open_checkpoint(local_path(str(path)))
@@ -38,9 +38,13 @@ def explain_report(
         layers[record.spec.replace(act_dtype=act)].append(record.name)
     plans = []
     for spec, names in layers.items():
-        for cut, part in cuts(spec, tp):
-            choice = choose(part, where, policy)
-            plans.append({"layers": len(names), "example": names[0], "cut": cut, **choice.to_dict()})
+        for cut, parts in cuts(spec, tp).items():
+            chosen: dict[str, tuple[Choice, list[int]]] = {}
+            for rank, part in enumerate(parts):
+                choice = choose(part, where, policy)
+                chosen.setdefault(choice.best.name, (choice, []))[1].append(rank)
+            for choice, ranks in chosen.values():
+                plans.append({"layers": len(names), "example": names[0], "cut": cut, "ranks": ranks, **choice.to_dict()})
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
@@ -51,36 +55,37 @@ def explain_report(
     }
 
 
-def cuts(spec: LinearSpec, tp: int) -> list[tuple[str, LinearSpec]]:
-    """The spec as rank 0 of `tp` would hold it, column parallel (N cut) and row parallel (K cut)."""
+def cuts(spec: LinearSpec, tp: int) -> dict[str, list[LinearSpec]]:
+    """What each of `tp` ranks would hold, column parallel ("N" cut) and row parallel ("K" cut); "" for one rank."""
     if tp == 1:
-        return [("", spec)]
+        return {"": [spec]}
     if tp > min(spec.n, spec.k):
         raise InputError("more ranks than rows or columns", found=f"--tp {tp}", expected=f"at most {min(spec.n, spec.k)}")
-    if spec.act_order or spec.ragged:  # which groups a rank sees is in the data; that they are uneven is certain
-        rows = hollow(spec.replace(act_order=False, ragged=False)).shard(0, 0, tp).spec
-        rows = rows.replace(act_order=spec.act_order, ragged=spec.ragged)
-        k = spec.k // tp
-        return [
-            ("N", rows),
-            ("K", spec.replace(k=k, block=(spec.block[0], min(spec.block[1], k)), block_offset=(0, 0), ragged=True)),
-        ]
-    weight = hollow(spec)
-    return [("N", weight.shard(0, 0, tp).spec), ("K", weight.shard(1, 0, tp).spec)]
+    if not spec.act_order and not spec.ragged:
+        weight, ranks = hollow(spec), range(tp)
+        return {"N": [weight.shard(0, r, tp).spec for r in ranks], "K": [weight.shard(1, r, tp).spec for r in ranks]}
+    # Which groups a rank sees is in the data. That they are uneven is as good as certain, unless there is only one.
+    parts = cuts(spec.replace(act_order=False, ragged=False), tp)
+    rows = [p.replace(act_order=spec.act_order, ragged=spec.ragged) for p in parts["N"]]
+    ragged = spec.ragged or spec.grid[1] > 1
+    block = lambda p: (p.block[0], min(spec.block[1], p.k))
+    columns = [p.replace(act_order=spec.act_order, ragged=ragged, block=block(p), block_offset=(0, 0)) for p in parts["K"]]
+    return {"N": rows, "K": columns}
 
 
 def hollow(spec: LinearSpec) -> QuantizedWeight:
     """A weight of this spec without data, to be cut as a real one is."""
-    make = lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
+    make = lambda shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device="meta")
     grid2 = None if spec.scale2_block is None else spec.replace(block=spec.scale2_block, block_offset=(0, 0)).grid
     static = spec.act is not None and not spec.act.dynamic
     return QuantizedWeight(
         spec, make((spec.n, bits.row_bytes(spec.k, spec.weight.bits)), torch.uint8), make(spec.grid, spec.scale_dtype),
         zero=make(spec.grid, torch.uint8) if spec.zero == "int" else None,
         offset=make(spec.grid, spec.scale_dtype) if spec.zero == "float" else None,
-        scale2=None if grid2 is None else make(grid2, torch.float32),
-        input_scale=make((), torch.float32) if static else None,
-        bias=make((spec.n,), torch.float32) if spec.bias else None,
+        scale2=None if grid2 is None else make(grid2),
+        input_scale=make(()) if static else None,
+        input_multiplier=make((spec.k,)) if spec.input_multiplier else None,
+        bias=make((spec.n,)) if spec.bias else None,
     )  # fmt: skip
 
 
@@ -102,6 +107,8 @@ def show(report: dict[str, Any]) -> None:
     for p in report["plans"]:
         n, k = p["shape"]
         cut = f", {p['cut']} cut over {report['tp']} ranks" if p["cut"] else ""
+        if cut and len(p["ranks"]) < report["tp"]:
+            cut += f": rank{'s' * (len(p['ranks']) > 1)} {', '.join(map(str, p['ranks']))}"
         example = escape(p["example"])
         out.print(f"\n[bold]{p['layers']} × {n}×{k}[/] {p['scheme']}{cut} (for example {example})", highlight=False)
         ms = list(p["candidates"][0]["cost_seconds"])

@@ -41,7 +41,7 @@ def random_spec(seed: int) -> LinearSpec:
     scale2, scale_dtype = None, r.choice(_FLOATS)
     ragged = r.random() < 0.15
     if not ragged and r.random() < 0.25:
-        scale2 = r.choice([(n, k), (1, 8 * block[1]), (block[0], 2 * block[1])])
+        scale2 = r.choice([(n, k), (block[0], 8 * block[1]), (block[0], 2 * block[1])])
         scale_dtype = r.choice([torch.float8_e4m3fn, torch.uint8, torch.int8, torch.float16])
     elif weight.kind == "float" and r.random() < 0.4:
         scale_dtype = torch.float8_e8m0fnu
