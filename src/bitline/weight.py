@@ -378,7 +378,7 @@ class QuantizedWeight:
                 act_order=not trivial, scale_dtype=scale.dtype, scale2_block=None,
             ),
             codes=bits.take(self.codes, s.weight.bits, s.k, kept),
-            scale=pick(scale), zero=pick(self.zero), offset=pick(offset), scale2=None, offset2=None,
+            scale=_select(scale, 1, used), zero=pick(self.zero), offset=pick(offset), scale2=None, offset2=None,
             perm=None if trivial else new_perm.int(), group_index=groups.int() if ragged else None,
             input_multiplier=None if self.input_multiplier is None else self.input_multiplier[start:stop],
         )  # fmt: skip
