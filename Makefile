@@ -19,7 +19,7 @@ lint: .venv/test
 	$(BIN)/mypy
 
 # Every package is pinned, so that every set-up is the same one.
-.venv/run: requirements.txt pyproject.toml
+.venv/run: requirements.txt pyproject.toml $(wildcard csrc/*) $(wildcard csrc/*/*)
 	$(PYTHON) -c 'import sys; sys.exit("Bitline needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(PIP) install -r requirements.txt

@@ -13,6 +13,7 @@ EXAMPLES = [
     "cpu:zentorch,avx512", "cuda:sm70", "cuda:sm75", "cuda:sm80", "cuda:sm86", "cuda:sm89", "cuda:sm90", "cuda:sm100",
     "cuda:sm103", "cuda:sm120", "cuda:sm121", "cuda:sm90,flashinfer,humming", "rocm:gfx90a", "rocm:gfx942", "rocm:gfx950",
     "rocm:gfx1100", "rocm:gfx1151", "rocm:gfx1201", "rocm:gfx942,aiter", "xpu", "xpu:vllm_xpu_kernels",
+    "cpu:avx2,no_native",
 ]  # fmt: skip
 
 

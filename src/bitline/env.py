@@ -21,6 +21,9 @@ VARIABLES = (
     Variable("BITLINE_DISABLED_KERNELS", "kernel class names never to use, separated by commas", "Policy(disabled=…)"),
     Variable("BITLINE_KERNEL", "the one kernel class to use", "Policy(kernel=…)"),
     Variable("BITLINE_BACKEND", "the provider whose kernels to use", "Policy(backend=…)"),
+    Variable("BITLINE_CPU_ISA", "the native core's CPU features: portable, avx2, avx512 or amx", "native.use_isa(…)"),
+    Variable("BITLINE_NO_NATIVE", "1: as if the native core had not been built", "Platform(native=False)"),
+    Variable("BITLINE_NATIVE_LIBRARY", "file of the native core to load instead of the installed one", "native.Core(path)"),
 )
 
 
@@ -50,6 +53,22 @@ def kernel() -> str:
 def backend() -> str:
     """`$BITLINE_BACKEND`, else "auto"."""
     return _read("BITLINE_BACKEND") or "auto"
+
+
+def cpu_isa() -> str:
+    """`$BITLINE_CPU_ISA`, "" where it is not set."""
+    return _read("BITLINE_CPU_ISA").lower()
+
+
+def no_native() -> bool:
+    """True where `$BITLINE_NO_NATIVE` is set to anything but 0."""
+    return _read("BITLINE_NO_NATIVE") not in ("", "0")
+
+
+def native_library() -> Path | None:
+    """`$BITLINE_NATIVE_LIBRARY`."""
+    named = _read("BITLINE_NATIVE_LIBRARY")
+    return Path(named).expanduser() if named else None
 
 
 def triton_interpret() -> bool:

@@ -92,6 +92,7 @@ class Platform:
 
     vendor: "cpu", "cuda", "rocm" or "xpu". arch: "x86_64", "aarch64", "sm90", "gfx942", or "" where it does not matter.
     packages: import names of optional packages that are installed (or assumed). cores: CPU threads that torch uses.
+    native: Bitline's own C++ functions are there, as they are wherever it was installed with a compiler.
     """
 
     vendor: Vendor
@@ -100,10 +101,11 @@ class Platform:
     packages: frozenset[str] = frozenset()
     cores: int = 2
     interpreted: bool = False  # Triton's interpreter stands in for a compiler
+    native: bool = True
 
     @staticmethod
     def parse(text: str) -> Platform:
-        """`cpu`, `cpu:avx512,amx`, `cuda:sm90`, `rocm:gfx942`, `xpu`; optional packages and `cores=N` may follow.
+        """`cpu`, `cpu:avx512,amx`, `cuda:sm90`, `rocm:gfx942`, `xpu`; packages may follow, and `cores=N` and `no_native` a CPU.
 
         A GPU is taken to come with Triton, as its torch does; every other package has to be named
         (`cuda:sm90,humming`). Raises PlatformError for a word that is none of these.
@@ -117,12 +119,14 @@ class Platform:
             )  # fmt: skip
         vendor: Vendor = name  # type: ignore[assignment]
         gpu_arch = {"cuda": r"sm_?\d{2,3}a?", "rocm": r"gfx[0-9a-f]{3,4}"}.get(vendor, r"(?!)")
-        arch, cores = "", 2
+        arch, cores, native = "", 2, True
         features: set[str] = set()
         packages: set[str] = set()
         for word in words:
             if re.fullmatch(r"cores=[1-9][0-9]{0,4}", word):
                 cores = int(word[6:])
+            elif vendor == "cpu" and word == "no_native":
+                native = False
             elif word in PACKAGES:
                 packages.add(word)
             elif vendor == "cpu" and word in CPU_FEATURES:
@@ -134,7 +138,7 @@ class Platform:
             else:
                 raise PlatformError(
                     f"unknown word {word!r} in platform {text!r}",
-                    expected=f"an architecture, cores=N, a CPU feature ({', '.join(CPU_FEATURES)}) "
+                    expected=f"an architecture, cores=N or no_native (CPUs), a CPU feature ({', '.join(CPU_FEATURES)}) "
                     f"or a package ({', '.join(PACKAGES)})",
                 )
         if vendor in ("cuda", "rocm") and not arch:
@@ -143,7 +147,7 @@ class Platform:
             arch = "aarch64" if features & {"neon", "dotprod", "i8mm", "sve", "bf16"} else "x86_64"
         if vendor != "cpu":
             packages.add("triton")
-        return Platform(vendor, arch, frozenset(features), frozenset(packages), cores)
+        return Platform(vendor, arch, frozenset(features), frozenset(packages), cores, native=native)
 
     @staticmethod
     def detect(device: torch.device | str | None = None) -> Platform:
@@ -151,9 +155,12 @@ class Platform:
         kind = as_device(device or "cpu")
         packages = frozenset(installed_packages())
         if kind.type == "cpu":
-            from bitline import env
+            from bitline import env, native
 
-            return Platform("cpu", _machine(), cpu_features(), packages, torch.get_num_threads(), env.triton_interpret())
+            return Platform(
+                "cpu", _machine(), cpu_features(), packages, torch.get_num_threads(), env.triton_interpret(),
+                native.core() is not None,
+            )  # fmt: skip
         if kind.type == "cuda":
             if not torch.cuda.is_available():
                 raise PlatformError("no CUDA or ROCm device is available", found=str(kind), expected="a GPU that torch sees",
@@ -196,7 +203,8 @@ class Platform:
     def __str__(self) -> str:
         words = [self.arch] if self.arch else []
         words += sorted(self.features) + sorted(self.packages)
-        words += [f"cores={self.cores}"] if self.vendor == "cpu" else []
+        if self.vendor == "cpu":
+            words += [f"cores={self.cores}"] + ([] if self.native else ["no_native"])
         return self.vendor + (":" + ",".join(words) if words else "")
 
 

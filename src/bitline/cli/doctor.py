@@ -16,7 +16,7 @@ import torch
 from rich.markup import escape
 from rich.text import Text
 
-from bitline import __version__, checkpoint, env
+from bitline import __version__, checkpoint, env, native
 from bitline.cli.main import out
 from bitline.cli.render import size, table
 from bitline.kernels import registry
@@ -52,12 +52,17 @@ def doctor_report() -> dict[str, Any]:
         "bitline": __version__, "python": sys.version.split()[0], "system": host.platform(),
         "versions": {name: _version(name) for name in ("torch", "transformers", "safetensors", "gguf", "numpy")},
         "compiler": shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
+        "native": _guarded({"available": False}, native.report) | {"compiler": _cxx()},
         "devices": [_guarded({"device": d}, functools.partial(_device, d)) for d in devices],
         "packages": [_package(name, found) for name in ENABLES],
         "plugin_failures": _plugin_failures(),
         "environment": [{"name": v.name, "effect": v.effect, "argument": v.argument} for v in env.VARIABLES],
         "kernels": [row for d in devices for row in _kernels(d)],
     }  # fmt: skip
+
+
+def _cxx() -> str | None:
+    return next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
 
 
 def _package(name: str, found: dict[str, str]) -> dict[str, Any]:
@@ -141,12 +146,20 @@ def _try(kernel: type[Kernel], device: str) -> dict[str, Any]:
     return {"detail": f"takes none of {', '.join(TRIED_SCHEMES)}"}
 
 
+def _native_line(core: dict[str, Any]) -> str:
+    if core["available"]:
+        return f"native core: {core['isa']} of {', '.join(core['isas'])}; {core['threads']} threads, {core['threads_from']}"
+    compiler = core["compiler"] or "none found: install g++ or clang++"
+    return f"native core: [yellow]no[/], {escape(str(core.get('reason') or core.get('error')))}. C++ compiler: {escape(compiler)}"
+
+
 def show(report: dict[str, Any]) -> None:
     """The report as text."""
     versions = ", ".join(f"{k} {v or 'not installed'}" for k, v in report["versions"].items())
     out.print(f"[bold]bitline {report['bitline']}[/], Python {report['python']}, {report['system']}", highlight=False)
     out.print(versions, highlight=False)
     out.print(f"C compiler: {report['compiler'] or 'none (Triton needs one on a GPU)'}", highlight=False)
+    out.print(_native_line(report["native"]), highlight=False)
     for d in report["devices"]:
         if "error" in d:
             out.print(f"[red]{d['device']}[/]: {escape(d['error'])}", highlight=False)

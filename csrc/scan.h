@@ -1,0 +1,18 @@
+// Checks of whole tensors.
+#pragma once
+
+#include "isa.h"
+
+namespace bitline {
+
+struct ScanTable {
+  // Whether every number of x[0..n) is finite; words of 16 or 32 bits whose exponent has this mask.
+  bool (*finite16)(const uint16_t* x, int64_t n, uint16_t exponent);
+  bool (*finite32)(const uint32_t* x, int64_t n, uint32_t exponent);
+};
+
+namespace portable { extern const ScanTable scan; }
+BITLINE_AVX2(namespace avx2 { extern const ScanTable scan; })
+BITLINE_AVX512(namespace avx512 { extern const ScanTable scan; })
+
+}  // namespace bitline

@@ -1,0 +1,151 @@
+"""The native core: how it is found, chosen, hidden and given threads."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bitline import InputError, native
+from bitline.env import environment
+
+core = native.core()
+needs_core = pytest.mark.skipif(core is None, reason=f"no native core: {native.why_not()}")
+
+
+@pytest.fixture(params=native.LEVELS)
+def level(request):
+    """Every level that this machine has, one after the other."""
+    if request.param not in native.isas():
+        pytest.skip(f"this machine has no {request.param}")
+    before = native.isa()
+    native.use_isa(request.param)
+    yield request.param
+    native.use_isa(before)
+
+
+def say(code, **variables):
+    """What a new process prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment() | variables)
+    return done.stdout.strip()
+
+
+def test_it_is_built_wherever_there_is_a_compiler():
+    hidden = os.environ.get("BITLINE_NO_NATIVE", "0") not in ("", "0")
+    assert core is not None or hidden or not shutil.which("c++"), native.why_not()
+
+
+def test_importing_bitline_does_not_load_it():
+    loaded = "any('libbitline_native' in line for line in open('/proc/self/maps'))"
+    asked = say(f"import bitline, bitline.weight, bitline.kernels.registry\nprint({loaded}, end=' ')\n"
+                f"from bitline import native\nnative.core()\nprint({loaded})")  # fmt: skip
+    assert asked == f"False {core is not None}"
+
+
+def test_hidden_it_is_not_there_and_the_platform_says_so():
+    code = "from bitline import native, Platform\nprint(native.core(), '|', native.why_not(), '|', Platform.detect())"
+    nothing, why, platform = say(code, BITLINE_NO_NATIVE="1").split(" | ")
+    assert nothing == "None" and "BITLINE_NO_NATIVE" in why and platform.endswith("no_native")
+
+
+@needs_core
+def test_a_level_can_be_forced():
+    code = "from bitline import native\nprint(native.isa(), native.core().all_finite(0, 0, 2, 0x7C00))"
+    for wanted in native.isas():
+        assert say(code, BITLINE_CPU_ISA=wanted.upper()) == f"{wanted} 1"
+    code = "from bitline import native, InputError\ntry: native.core()\nexcept InputError as e: print(e)"
+    assert "portable" in say(code, BITLINE_CPU_ISA="mmx")
+    with pytest.raises(InputError, match="portable"):
+        native.use_isa("sse9")
+    above = [name for name in native.LEVELS if name not in native.isas()]
+    for name in above:
+        with pytest.raises(InputError, match=name):
+            native.use_isa(name)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a library"])
+def test_a_damaged_library_is_a_reason(tmp_path, content):
+    path = tmp_path / "core.so"
+    path.write_bytes(content)
+    code = "from bitline import native\nprint(native.core(), native.why_not())"
+    found = say(code, BITLINE_NATIVE_LIBRARY=str(path))
+    assert found.startswith("None ") and "core.so" in found
+    assert "core.so" in say(code, BITLINE_NATIVE_LIBRARY=str(tmp_path / "absent" / "core.so"))
+
+
+def test_a_library_of_other_sources_is_a_reason():
+    path = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))
+    code = "from bitline import native\nprint(native.core(), native.why_not())"
+    found = say(code, BITLINE_NATIVE_LIBRARY=str(path))
+    assert found.startswith("None ") and "bitline_abi" in found and "install Bitline again" in found
+
+
+@needs_core
+def test_it_uses_torchs_threads_and_starts_none():
+    """After torch has its team, the core's loops start no thread and no second OpenMP runtime."""
+    code = """
+import os, torch
+from bitline import native
+torch.set_num_threads(3)
+x = torch.randn(1 << 20)
+for _ in range(3): x.add_(1)
+before = len(os.listdir("/proc/self/task"))
+core = native.core()
+core.empty_regions(50, 8)
+runtimes = {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.rpartition("/")[2]}
+print(len(os.listdir("/proc/self/task")) - before, core.threads(), core.threads_from, len(runtimes))
+"""
+    assert say(code) == "0 3 2 1"
+
+
+@needs_core
+def test_the_number_of_threads_is_torchs():
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            assert core.threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_core
+def test_python_threads_call_it_at_once(level):
+    import concurrent.futures
+
+    data = torch.randn(1 << 20)
+    bad = data.clone()
+    bad[-1] = torch.inf
+    check = lambda x: core.all_finite(x.data_ptr(), x.numel(), 4, 0x7F800000)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(check, [data, bad] * 20)) == [1, 0] * 20
+
+
+EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
+
+
+@needs_core
+@pytest.mark.parametrize("dtype", EXPONENTS)
+def test_all_finite(level, dtype):
+    for n in (0, 1, 7, 64, 1000, (1 << 18) + 3):
+        x = torch.randn(n).to(dtype)
+        check = lambda x: core.all_finite(x.data_ptr(), x.numel(), x.itemsize, EXPONENTS[x.dtype])
+        assert check(x)
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            for at in {0, n // 2, n - 1} if n else ():
+                y = x.clone()
+                y[at] = bad
+                assert not check(y)
+
+
+def test_doctor_says_whether_it_is_there():
+    from bitline.cli.doctor import _native_line, doctor_report
+
+    found = doctor_report()["native"]
+    assert found["available"] == (core is not None)
+    assert ("native core" in _native_line(found)) and (core is None or native.isa() in _native_line(found))
+    missing = _native_line({"available": False, "reason": "not built", "compiler": None})
+    assert "not built" in missing and "install g++" in missing
