@@ -26,6 +26,7 @@ class Kernel:
 
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "rocm", "xpu")
     backend: ClassVar[str] = "torch"
+    families: ClassVar[tuple[str, ...]] = ()  # mp, int8, fp8, fp8_block, nvfp4, mxfp4, mxfp8; empty: all of them
     priority: ClassVar[int] = 0
     deterministic: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = False

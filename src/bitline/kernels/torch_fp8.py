@@ -25,6 +25,7 @@ class _TorchFP8Kernel(Kernel):
 
     platforms = ("cuda", "rocm", "cpu")
     backend = "torch"
+    families = ("fp8",)
     quantizes_input = True
     act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (
         torch.bfloat16,

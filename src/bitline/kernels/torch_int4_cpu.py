@@ -35,6 +35,7 @@ class TorchInt4PackLinearKernel(Kernel):
     """
 
     platforms = ("cpu",)
+    families = ("mp",)
     act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
 
     @classmethod

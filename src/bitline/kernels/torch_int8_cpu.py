@@ -30,6 +30,7 @@ class TorchInt8PackLinearKernel(Kernel):
     """
 
     platforms = ("cpu",)
+    families = ("mp", "fp8")
     act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
 
     @classmethod

@@ -32,6 +32,7 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
     """
 
     platforms = ("cpu", "cuda")
+    families = ("int8",)
     quantizes_input = True
 
     @classmethod

@@ -31,6 +31,7 @@ class TritonW4A16LinearKernel(Kernel):
 
     platforms = ("cuda", "rocm", "xpu", "cpu")
     backend = "triton"
+    families = ("mp",)
     priority = 10
 
     @classmethod

@@ -1,0 +1,82 @@
+"""The field's names: the kernel protocol, its configs and parameters, the choosing functions, and every kernel by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bitline.kernels import registry
+from bitline.kernels.linear.choosing import (
+    choose_linear_kernel,
+    choose_mp_linear_kernel,
+    choose_scaled_mm_linear_kernel,
+    init_fp8_linear_kernel,
+    init_int8_linear_kernel,
+    init_linear_kernel,
+    init_mxfp4_linear_kernel,
+    init_mxfp8_linear_kernel,
+    init_nvfp4_linear_kernel,
+    is_supported_and_can_implement_kernel,
+    register_linear_kernel,
+)
+from bitline.kernels.linear.config import (
+    FP8ScaledMMLinearLayerConfig,
+    GroupShape,
+    Int8ScaledMMLinearLayerConfig,
+    MPLinearLayerConfig,
+    MxFp4LinearLayerConfig,
+    Mxfp8LinearLayerConfig,
+    NvFp4LinearLayerConfig,
+    QuantKey,
+    ScaleDesc,
+    kFp8Dynamic128Sym,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+)
+from bitline.kernels.linear.parameter import (
+    BitlineParameter,
+    BlockScaleParameter,
+    ChannelScaleParameter,
+    GroupScaleParameter,
+    ModelWeightParameter,
+    PackedParameter,
+    PerTensorScaleParameter,
+    RowParameter,
+    permute_param_layout_,
+)
+from bitline.kernels.linear.protocol import (
+    Fp8BlockScaledDynamicMMLinearKernel,
+    FP8ScaledMMLinearKernel,
+    Int8ScaledMMLinearKernel,
+    LinearKernel,
+    MPLinearKernel,
+    MxFp4LinearKernel,
+    Mxfp8LinearKernel,
+    NvFp4LinearKernel,
+    by_name,
+)
+
+__all__ = [
+    "BitlineParameter", "BlockScaleParameter", "ChannelScaleParameter", "FP8ScaledMMLinearKernel", "FP8ScaledMMLinearLayerConfig",
+    "Fp8BlockScaledDynamicMMLinearKernel", "GroupScaleParameter", "GroupShape", "Int8ScaledMMLinearKernel",
+    "Int8ScaledMMLinearLayerConfig", "LinearKernel", "MPLinearKernel", "MPLinearLayerConfig", "ModelWeightParameter",
+    "MxFp4LinearKernel", "MxFp4LinearLayerConfig", "Mxfp8LinearKernel", "Mxfp8LinearLayerConfig", "NvFp4LinearKernel",
+    "NvFp4LinearLayerConfig", "PackedParameter", "PerTensorScaleParameter", "QuantKey", "RowParameter", "ScaleDesc",
+    "choose_linear_kernel", "choose_mp_linear_kernel", "choose_scaled_mm_linear_kernel", "init_fp8_linear_kernel",
+    "init_int8_linear_kernel", "init_linear_kernel", "init_mxfp4_linear_kernel", "init_mxfp8_linear_kernel",
+    "init_nvfp4_linear_kernel", "is_supported_and_can_implement_kernel", "kFp8Dynamic128Sym", "kFp8DynamicTensorSym",
+    "kFp8DynamicTokenSym", "kFp8Static128BlockSym", "kFp8StaticChannelSym", "kFp8StaticTensorSym", "permute_param_layout_",
+    "register_linear_kernel",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if any(entry.name == name for entry in registry.entries()):
+        return by_name(name)
+    raise AttributeError(f"module 'bitline.kernels.linear' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(entry.name for entry in registry.entries())]

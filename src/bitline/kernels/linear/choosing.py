@@ -1,0 +1,196 @@
+"""The field's choosing functions, each a few lines over the one `choose`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from bitline import env
+from bitline.errors import NoKernelError
+from bitline.kernels import registry
+from bitline.kernels.base import Kernel
+from bitline.kernels.linear import config as configs
+from bitline.kernels.linear.outside import wrap
+from bitline.kernels.linear.protocol import FAMILIES, LinearKernel, layer_kernel, platform_of
+from bitline.kernels.reference import ReferenceLinearKernel
+from bitline.select import Choice, Policy, choose
+
+log = logging.getLogger("bitline")
+_TITLES = {"mp": "WNA16", "int8": "ScaledMM", "fp8": "ScaledMM", "fp8_block": "block-scaled FP8"}
+
+
+def choose_linear_kernel(config: configs.Config, compute_capability: Any = None, policy: Policy | None = None) -> Choice:
+    """The whole ranking for a config. compute_capability: 90 for sm90, a Platform or its text; by default this machine.
+
+    Raises ValueError with a line for each kernel tried.
+    """
+    return _choose(config, compute_capability, policy, None)
+
+
+def choose_mp_linear_kernel(
+    config: configs.MPLinearLayerConfig, compute_capability: Any = None, policy: Policy | None = None
+) -> Any:
+    """Class of the best kernel for integer weights; else the ValueError of `choose_linear_kernel`."""
+    return layer_kernel(_choose(config, compute_capability, policy, None).kernel, "mp")
+
+
+def choose_scaled_mm_linear_kernel(
+    config: configs.Int8ScaledMMLinearLayerConfig | configs.FP8ScaledMMLinearLayerConfig,
+    possible_kernels: Mapping[Any, Iterable[Any]] | Iterable[Any] | None = None,
+    compute_capability: Any = None,
+    force_kernel: Any = None,
+    policy: Policy | None = None,
+) -> Any:
+    """Class of the best kernel among `possible_kernels`: classes or names, also by platform name; None is every one.
+
+    force_kernel: a class or name to take if it can; if it cannot, a warning says why and the others are ranked.
+    """
+    place = platform_of(compute_capability)
+    if isinstance(possible_kernels, Mapping):
+        possible_kernels = possible_kernels.get(place.vendor, ())
+    names = None if possible_kernels is None else [_name(kernel) for kernel in possible_kernels]
+    family = configs.family_of(config)
+    if force_kernel is not None:
+        forced = registry.kernel_by_name(_name(force_kernel))
+        ok, reason = is_supported_and_can_implement_kernel(forced, config, place)
+        if ok:
+            return layer_kernel(forced, family)
+        log.warning("%s was forced and cannot run this layer: %s", forced.__name__, reason)
+    return layer_kernel(_choose(config, place, policy, names).kernel, family)
+
+
+def is_supported_and_can_implement_kernel(
+    kernel: Any, config: configs.Config, compute_capability: Any = None
+) -> tuple[bool, str]:
+    """(ok, why not), asked in this order: is it disabled, does it run on the machine, can it do the layer."""
+    if _name(kernel) in env.disabled_kernels():
+        return False, f"{_name(kernel)} is disabled by BITLINE_DISABLED_KERNELS"
+    bound = kernel if issubclass(kernel, LinearKernel) else layer_kernel(kernel, configs.family_of(config))
+    for ok, reason in (bound.is_supported(compute_capability), bound.can_implement(config)):
+        if not ok:
+            return False, f"{_name(kernel)}: {reason}"
+    return True, ""
+
+
+def init_linear_kernel(config: configs.Config, policy: Policy | None = None, module_name: str = "", **names: str | None) -> Any:
+    """An instance of the best kernel for a config. One log line for each distinct choice; emulation is a warning."""
+    choice = _choose(config, None, policy, None)
+    _announce(choice, configs.family_of(config))
+    if module_name:
+        log.debug("%s runs on %s", module_name, choice.best.name)
+    return layer_kernel(choice.kernel, configs.family_of(config))(config, **names)
+
+
+def init_fp8_linear_kernel(
+    activation_quant_key: configs.QuantKey | None,
+    weight_quant_key: configs.QuantKey,
+    weight_shape: tuple[int, int],
+    input_dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
+    force_kernel: Any = None,
+    module_name: str = "",
+    policy: Policy | None = None,
+) -> Any:
+    """An instance for an FP8 layer of shape (N, K), scales per tensor, row or block."""
+    config = configs.FP8ScaledMMLinearLayerConfig(weight_quant_key, activation_quant_key, weight_shape, input_dtype, out_dtype)
+    if force_kernel is not None:
+        return choose_scaled_mm_linear_kernel(config, force_kernel=force_kernel, policy=policy)(config)
+    return init_linear_kernel(config, policy, module_name)
+
+
+def init_int8_linear_kernel(
+    is_channelwise: bool,
+    is_static_input_scheme: bool,
+    input_symmetric: bool,
+    module_name: str = "",
+    weight_shape: tuple[int, int] | None = None,
+    input_dtype: torch.dtype = torch.bfloat16,
+    policy: Policy | None = None,
+) -> Any:
+    """An instance for an int8 layer with an int8 input."""
+    config = configs.Int8ScaledMMLinearLayerConfig(
+        is_static_input_scheme, is_channelwise, input_symmetric, weight_shape, input_dtype
+    )
+    return init_linear_kernel(config, policy, module_name)
+
+
+def init_nvfp4_linear_kernel(
+    use_a16: bool = False, weight_shape: tuple[int, int] | None = None, input_dtype: torch.dtype = torch.bfloat16,
+    policy: Policy | None = None,
+) -> Any:  # fmt: skip
+    """An instance for an NVFP4 layer. use_a16: weight-only."""
+    return init_linear_kernel(configs.NvFp4LinearLayerConfig(weight_shape, input_dtype, use_a16), policy)
+
+
+def init_mxfp4_linear_kernel(
+    use_a16: bool = False, weight_shape: tuple[int, int] | None = None, input_dtype: torch.dtype = torch.bfloat16,
+    policy: Policy | None = None,
+) -> Any:  # fmt: skip
+    """An instance for an MXFP4 layer. use_a16: weight-only."""
+    return init_linear_kernel(configs.MxFp4LinearLayerConfig(weight_shape, input_dtype, use_a16), policy)
+
+
+def init_mxfp8_linear_kernel(
+    use_a16: bool = False, weight_shape: tuple[int, int] | None = None, input_dtype: torch.dtype = torch.bfloat16,
+    policy: Policy | None = None,
+) -> Any:  # fmt: skip
+    """An instance for an MXFP8 layer. use_a16: weight-only."""
+    return init_linear_kernel(configs.Mxfp8LinearLayerConfig(weight_shape, input_dtype, use_a16), policy)
+
+
+def register_linear_kernel(
+    kernel_class: Any, platform: str, kernel_type: str = "mp", priority: int | str = "last", *, replace: bool = False
+) -> None:
+    """Offer a kernel on a platform: a bitline Kernel, or a class of the field's protocol (a subclass of its family's base).
+
+    kernel_type: mp, int8, fp8, fp8_block, mxfp8, nvfp4 or mxfp4, else a ValueError. priority: for a class of the protocol,
+    which has no cost, "first" or "last" of all that can run a layer; a number ties with the best and breaks the tie.
+    """
+    if kernel_type not in FAMILIES:
+        raise ValueError(f"unknown kernel type {kernel_type!r}, expected one of {', '.join(FAMILIES)}")
+    vendor = str(getattr(platform, "name", platform)).lower()  # an enumeration of platforms too
+    if issubclass(kernel_class, Kernel):
+        number = priority if isinstance(priority, int) else {"first": 1 << 20, "last": -(1 << 20)}[priority]
+        registry.register_kernel(kernel_class, vendor, number, replace=replace)
+        return
+    if not issubclass(kernel_class, LinearKernel):
+        raise ValueError(f"{kernel_class!r} is neither a Kernel nor a subclass of {FAMILIES[kernel_type].__name__}")
+    registry.register_kernel(wrap(kernel_class, kernel_type, priority), vendor,
+                             priority if isinstance(priority, int) else None, replace=replace)  # fmt: skip
+
+
+def _choose(config: configs.Config, compute_capability: Any, policy: Policy | None, names: list[str] | None) -> Choice:
+    family = configs.family_of(config)
+    entries = registry.entries()
+    if names is not None:
+        entries = tuple(e for e in entries if e.name in names)
+    entries = tuple(e for e in entries if not e.kernel.families or family in e.kernel.families)
+    policy = Policy.from_env() if policy is None else policy
+    try:
+        return choose(config.to_spec(), platform_of(compute_capability), policy, kernels=entries)
+    except NoKernelError as error:
+        title = _TITLES.get(family, family)
+        raise ValueError(f"Failed to find a kernel that can implement the {title} linear layer. Reasons:\n{error}") from error
+
+
+def _name(kernel: Any) -> str:
+    return kernel if isinstance(kernel, str) else str(kernel.__name__)
+
+
+def _announce(choice: Choice, family: str) -> None:
+    reasons = tuple(f"{c.name}: {c.verdict.reason}" for c in choice.candidates if not c.verdict)
+    _announce_once(choice.best.name, family, choice.kernel is ReferenceLinearKernel, reasons, choice.note)
+
+
+@functools.cache
+def _announce_once(name: str, family: str, emulation: bool, reasons: tuple[str, ...], note: str) -> None:
+    if note:
+        log.warning("%s", note)
+    if emulation:
+        log.warning("%s layers are emulated by %s, because:\n  %s", family, name, "\n  ".join(reasons))
+    else:
+        log.info("%s layers run on %s", family, name)

@@ -1,0 +1,271 @@
+"""Parameters that know what their dimensions mean, and load the slice of a checkpoint's tensor that a rank needs.
+
+`input_dim` runs along in_features, `output_dim` along out_features; along `packed_dim` one element holds `packed_factor`
+codes. Sizes and offsets that loaders are given count weights, not elements: a parameter knows its own unit.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from bitline.errors import InputError
+
+_SHARDS = {"q": 0, "k": 1, "v": 2}
+
+
+class BitlineParameter(Parameter):
+    """A frozen parameter on one of `tp_size` ranks. By itself it loads whole tensors."""
+
+    tp_rank: int
+    tp_size: int
+    weight_loader: Any
+
+    def __new__(cls, data: Tensor, *_: Any, **__: Any) -> BitlineParameter:
+        """Parameter's own, without a gradient."""
+        return super().__new__(cls, data, requires_grad=False)
+
+    def __init__(self, data: Tensor, weight_loader: Any = None, tp_rank: int = 0, tp_size: int = 1) -> None:
+        if not 0 <= tp_rank < tp_size:
+            raise InputError("no such rank", found=f"{tp_rank} of {tp_size}")
+        self.tp_rank, self.tp_size, self.weight_loader = tp_rank, tp_size, weight_loader
+
+    def _copy(self, part: Tensor, into: Tensor | None = None) -> None:
+        into = self.data if into is None else into
+        if part.dim() == 0 and into.numel() == 1:
+            part = part.reshape(into.shape)
+        if part.shape != into.shape:
+            raise InputError("a checkpoint's tensor does not fit its parameter", found=f"{list(part.shape)} of {part.dtype}",
+                             expected=f"{list(into.shape)}")  # fmt: skip
+        if part.dtype != into.dtype and (
+            part.dtype.is_floating_point != into.dtype.is_floating_point or part.dtype.itemsize > into.dtype.itemsize
+        ):
+            raise InputError("a checkpoint's tensor would be rounded by its parameter", found=part.dtype, expected=into.dtype,
+                             fix="make the parameter in the checkpoint's dtype")  # fmt: skip
+        into.copy_(part)
+
+    def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
+        """The whole tensor: it has no output dimension to cut."""
+        self._copy(loaded_weight)
+
+    def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
+        """The whole tensor: it has no input dimension to cut."""
+        self._copy(loaded_weight)
+
+    def load_merged_column_weight(self, loaded_weight: Tensor, **_: Any) -> None:
+        """The whole tensor."""
+        self._copy(loaded_weight)
+
+    def load_qkv_weight(self, loaded_weight: Tensor, **_: Any) -> None:
+        """The whole tensor."""
+        self._copy(loaded_weight)
+
+
+class _Cut(BitlineParameter):
+    """Cutting along one dimension by weights. unit: weights per element there, as a fraction (3-bit words hold 32/3).
+
+    codes: an element cannot be shared by two ranks. Scales can: the part then starts inside its first block, and
+    `block_offset` says by how many weights.
+    """
+
+    def _unit(self, dim: int) -> Fraction:
+        return Fraction(1)
+
+    def _is_codes(self, dim: int) -> bool:
+        return True
+
+    def _elements(self, dim: int, start: int, stop: int) -> tuple[int, int]:
+        unit = self._unit(dim)
+        first, last = start / unit, stop / unit
+        if self._is_codes(dim) and (first.denominator != 1 or last.denominator != 1):
+            raise InputError("a cut falls inside a packed word", found=f"weights [{start}, {stop})",
+                             expected=f"multiples of {unit}",
+                             fix="cut the canonical weight (QuantizedWeight.shard), which may be cut anywhere")  # fmt: skip
+        return first.__floor__(), last.__ceil__()
+
+    def _rank_part(self, loaded: Tensor, dim: int, index: int, count: int, total: int | None = None) -> Tensor:
+        """Part `index` of `count` of a tensor that stands for `total` weights along `dim`."""
+        whole = self._weights(loaded, dim) if total is None else total
+        start, stop = whole * index // count, whole * (index + 1) // count
+        first, last = self._elements(dim, start, stop)
+        self._note_offset(dim, start - int(first * self._unit(dim)))
+        return loaded.narrow(dim, first, last - first)
+
+    def _weights(self, loaded: Tensor, dim: int) -> int:
+        return int(loaded.shape[dim] * self._unit(dim))
+
+    def _note_offset(self, dim: int, offset: int) -> None:
+        pass
+
+
+class RowParameter(_Cut):
+    """One that is cut along in_features: g_idx, a static input scale per column."""
+
+    def __init__(self, data: Tensor, input_dim: int = 0, **more: Any) -> None:
+        self.input_dim = input_dim
+        super().__init__(data, **more)
+
+    def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
+        """This rank's columns."""
+        self._copy(self._rank_part(loaded_weight, self.input_dim, self.tp_rank, self.tp_size))
+
+
+class _Column(_Cut):
+    output_dim: int
+
+    def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
+        """This rank's rows."""
+        self._copy(self._rank_part(loaded_weight, self.output_dim, self.tp_rank, self.tp_size))
+
+    def load_merged_column_weight(self, loaded_weight: Tensor, *, shard_offset: int, shard_size: int, **_: Any) -> None:  # type: ignore[override]
+        """This rank's rows of one of several fused layers; offset and size, in weights, of its place in this parameter."""
+        self._place(loaded_weight, shard_offset, shard_size, self.tp_rank, self.tp_size)
+
+    def load_qkv_weight(  # type: ignore[override]
+        self, loaded_weight: Tensor, *, shard_id: str, shard_offset: int, shard_size: int, num_heads: int = 1, **_: Any
+    ) -> None:
+        """This rank's rows of q, k or v. num_heads: ranks that hold a copy of the same key and value heads."""
+        if shard_id not in _SHARDS:
+            raise InputError("no such part of a fused attention layer", found=repr(shard_id), expected="q, k or v")
+        replicas = 1 if shard_id == "q" else num_heads
+        if self.tp_size % replicas:
+            raise InputError("heads cannot be replicated so", found=f"{replicas} copies on {self.tp_size} ranks")
+        self._place(loaded_weight, shard_offset, shard_size, self.tp_rank // replicas, self.tp_size // replicas)
+
+    def _place(self, loaded: Tensor, offset: int, size: int, index: int, count: int) -> None:
+        part = self._rank_part(
+            loaded, self.output_dim, index, count, size * count if not self._is_codes(self.output_dim) else None
+        )
+        unit = self._unit(self.output_dim)
+        if (offset / unit).denominator != 1:
+            raise InputError("a fused layer begins inside a packed word or a scale's block", found=f"row {offset}",
+                             expected=f"a multiple of {unit}",
+                             fix="load the layers apart, or fuse the canonical weights")  # fmt: skip
+        first = int(offset / unit)
+        last = ((offset + size) / unit).__ceil__()
+        self._copy(part, self.data.narrow(self.output_dim, first, last - first))
+
+
+class ChannelScaleParameter(_Column):
+    """One scale for each row."""
+
+    def __init__(self, data: Tensor, output_dim: int = 0, **more: Any) -> None:
+        self.output_dim = output_dim
+        super().__init__(data, **more)
+
+
+class ModelWeightParameter(RowParameter, _Column):
+    """An unpacked weight, cut along either dimension."""
+
+    def __init__(self, data: Tensor, input_dim: int = 1, output_dim: int = 0, **more: Any) -> None:
+        self.output_dim = output_dim
+        super().__init__(data, input_dim=input_dim, **more)
+
+
+class PackedParameter(ModelWeightParameter):
+    """Codes packed into words along `packed_dim`, `packed_factor` of them a word (a Fraction for 3, 5, 6 and 7 bits)."""
+
+    def __init__(
+        self, data: Tensor, packed_dim: int, packed_factor: int | Fraction, input_dim: int = 1, output_dim: int = 0, **more: Any
+    ) -> None:
+        self.packed_dim, self.packed_factor = packed_dim, Fraction(packed_factor)
+        super().__init__(data, input_dim=input_dim, output_dim=output_dim, **more)
+
+    def _unit(self, dim: int) -> Fraction:
+        return self.packed_factor if dim == self.packed_dim else Fraction(1)
+
+
+class BlockScaleParameter(ModelWeightParameter):
+    """Scales of blocks of (rows, columns). A rank that starts inside a block gets its scale too: see `block_offset`."""
+
+    def __init__(self, data: Tensor, block: tuple[int, int], input_dim: int = 1, output_dim: int = 0, **more: Any) -> None:
+        self.block = block
+        self.block_offset = [0, 0]
+        super().__init__(data, input_dim=input_dim, output_dim=output_dim, **more)
+
+    def load_column_parallel_weight(self, loaded_weight: Tensor, size: int | None = None) -> None:
+        """This rank's rows. size: rows of the whole weight, where its last block is not full."""
+        self._copy(self._rank_part(loaded_weight, self.output_dim, self.tp_rank, self.tp_size, size))
+
+    def load_row_parallel_weight(self, loaded_weight: Tensor, size: int | None = None) -> None:
+        """This rank's columns. size: columns of the whole weight, where its last block is not full."""
+        self._copy(self._rank_part(loaded_weight, self.input_dim, self.tp_rank, self.tp_size, size))
+
+    def _unit(self, dim: int) -> Fraction:
+        return Fraction(self.block[0] if dim == self.output_dim else self.block[1])
+
+    def _is_codes(self, dim: int) -> bool:
+        return False
+
+    def _note_offset(self, dim: int, offset: int) -> None:
+        self.block_offset[0 if dim == self.output_dim else 1] = offset
+
+
+class GroupScaleParameter(BlockScaleParameter):
+    """Scales of groups of columns; without a group size one for a whole row, which every rank then gets."""
+
+    def __init__(self, data: Tensor, group_size: int = -1, input_dim: int = 1, output_dim: int = 0, **more: Any) -> None:
+        self.group_size = group_size
+        super().__init__(data, block=(1, max(group_size, 1)), input_dim=input_dim, output_dim=output_dim, **more)
+
+    def load_row_parallel_weight(self, loaded_weight: Tensor, size: int | None = None) -> None:
+        """The groups that this rank's columns are in."""
+        if self.group_size == -1:
+            self._copy(loaded_weight)
+        else:
+            super().load_row_parallel_weight(loaded_weight, size)
+
+
+class PerTensorScaleParameter(BitlineParameter):
+    """One number for each of the layers that are fused in this one, [layers]."""
+
+    def load_merged_column_weight(self, loaded_weight: Tensor, *, shard_id: int, **_: Any) -> None:  # type: ignore[override]
+        """The number of the layer `shard_id`."""
+        self._put(shard_id, loaded_weight)
+
+    def load_qkv_weight(self, loaded_weight: Tensor, *, shard_id: str, **_: Any) -> None:  # type: ignore[override]
+        """The number of q, k or v."""
+        if shard_id not in _SHARDS:
+            raise InputError("no such part of a fused attention layer", found=repr(shard_id), expected="q, k or v")
+        self._put(_SHARDS[shard_id], loaded_weight)
+
+    def _put(self, index: int, loaded: Tensor) -> None:
+        if loaded.numel() != 1 or not 0 <= index < self.data.numel():
+            raise InputError("a scale of a fused layer is one number", found=f"{list(loaded.shape)} for layer {index}",
+                             expected=f"one number for a layer below {self.data.numel()}")  # fmt: skip
+        self.data.view(-1)[index] = loaded.reshape(())
+
+
+def permute_param_layout_(param: Any, input_dim: int, output_dim: int, packed_dim: int | None = None) -> Any:
+    """Permute a parameter's dimensions to the named ones, in place, as a view of the same data.
+
+    A dimension that the parameter does not name is the other one of a matrix. An InputError where the codes would have
+    to be packed along another dimension.
+    """
+    here_in, here_out = getattr(param, "input_dim", None), getattr(param, "output_dim", None)
+    if param.data.dim() == 2:
+        here_in = 1 - here_out if here_in is None and here_out is not None else here_in
+        here_out = 1 - here_in if here_out is None and here_in is not None else here_out
+    if here_in is None or here_out is None:
+        raise InputError("a parameter that names no dimension cannot be permuted", found=type(param).__name__)
+    packed = getattr(param, "packed_dim", None)
+    if packed_dim is not None:
+        wanted = {input_dim: here_in, output_dim: here_out}.get(packed_dim)
+        if packed is None or wanted != packed:
+            raise InputError("packing along another dimension is no permutation", found=f"packed along {packed}",
+                             expected=f"along {packed_dim}",
+                             fix="read the layer into a QuantizedWeight and pack that")  # fmt: skip
+    rest = [d for d in range(param.data.dim()) if d not in (here_in, here_out)]
+    order = [-1] * param.data.dim()
+    order[input_dim], order[output_dim] = here_in, here_out
+    for at, dim in enumerate(order):
+        if dim == -1:
+            order[at] = rest.pop(0)
+    param.data = param.data.permute(*order)
+    param.input_dim, param.output_dim = input_dim, output_dim
+    if packed is not None:
+        param.packed_dim = order.index(packed)
+    return param
