@@ -106,6 +106,22 @@ fp4_bnb = ScalarType("fp4_bnb", 4, "table", table=(
     0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
     0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
 ))  # fmt: skip
+# ggml's ternary codes: -1, 0 and 1, and a fourth value that two bits leave over.
+uint2b1 = ScalarType("uint2b1", 2, bias=1)
+# ggml's tables (gguf's quants.py). Types of whole vectors are spelled weight by weight: a magnitude of the vector's grid, and
+# a sign in the top bit. Grid values are divided by the factor that their scales lack, so that scales are integers times d.
+iq4_nl = ScalarType("iq4_nl", 4, "table", table=(
+    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
+))  # fmt: skip
+iq3_xxs = ScalarType("iq3_xxs", 4, "table", table=(
+    1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.5, -1.0, -3.0, -5.0, -7.0, -9.0, -11.0, -13.0, -15.5,
+))  # fmt: skip
+iq3_s = ScalarType("iq3_s", 4, "table", table=(
+    1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0, -1.0, -3.0, -5.0, -7.0, -9.0, -11.0, -13.0, -15.0,
+))  # fmt: skip
+iq2 = ScalarType("iq2", 3, "table", table=(1.0, 3.125, 5.375, 0.0, -1.0, -3.125, -5.375, 0.0))  # no file has the zeros
+iq1_m = ScalarType("iq1_m", 3, "table", table=(-0.875, 0.125, 1.125, 0.0, -1.125, -0.125, 0.875, 0.0))  # nor these
+binary = ScalarType("binary", 1, "table", table=(-1.0, 1.0))
 
 SCALAR_TYPES: dict[str, ScalarType] = {t.name: t for t in list(globals().values()) if isinstance(t, ScalarType)}
 
