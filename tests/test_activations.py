@@ -119,6 +119,13 @@ def test_micro_scaled_groups(scale, k):
             assert all(abs(p - r) / step <= best + 1e-5 for p, r, best in zip(part, read, nearest, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [types.float8_e4m3fn, types.int8])
+def test_a_limit_bounds_dynamic_scales_and_what_is_larger_saturates(dtype):
+    x = torch.tensor([[4.0, -1.0, 0.5], [0.25, 1.0, -2.0]])
+    assert torch.equal(fake_quantize(x, ActSpec(dtype, limit=2.0)), fake_quantize(x.clamp(-2, 2), ActSpec(dtype)))
+    assert torch.equal(fake_quantize(x, ActSpec(dtype, limit=4.0)), fake_quantize(x, ActSpec(dtype)))
+
+
 def test_the_global_input_scale_of_nvfp4():
     """With 448 * 6 / amax, block scales use E4M3's whole range: small groups that scale 1 flushes to zero survive."""
     act = ActSpec(types.float4_e2m1, granularity="group", group_size=16, scale="e4m3")

@@ -126,6 +126,8 @@ def test_bytes():
         (ActSpec(types.int8), "int8-dynamic-token"),
         (ActSpec(types.int8, False, "tensor", symmetric=False), "int8-static-tensor-asym"),
         (ActSpec(types.float8_e4m3fn, granularity="group", group_size=32, scale="e8m0"), "float8_e4m3fn-dynamic-group32-e8m0"),
+        (ActSpec(types.float8_e4m3fn, limit=1200.0), "float8_e4m3fn-dynamic-token-limit1200.0"),
+        (ActSpec(types.int8, symmetric=False, limit=1e-05), "int8-dynamic-token-asym-limit1e-05"),
     ],
 )
 def test_activation_schemes_as_text(act, text):

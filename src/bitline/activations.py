@@ -43,12 +43,13 @@ def _dynamic(rows: Tensor, act: ActSpec) -> tuple[Tensor, Tensor | None]:
         return rows.new_ones(rows.shape[0], 1), None
     tiny = torch.finfo(torch.float32).eps
     low, high = -(1 << (act.dtype.bits - 1)), (1 << (act.dtype.bits - 1)) - 1
+    limit = act.limit or math.inf
     if act.dtype.kind == "float":
-        return exact_div(rows.abs().amax(-1, keepdim=True), act.dtype.max()).clamp_(min=tiny), None
+        return exact_div(rows.abs().amax(-1, keepdim=True).clamp_(max=limit), act.dtype.max()).clamp_(min=tiny), None
     if act.symmetric:
-        return exact_div(rows.abs().amax(-1, keepdim=True), (high - low) / 2).clamp_(min=tiny), None
-    smallest = rows.amin(-1, keepdim=True).clamp_(max=0)
-    largest = rows.amax(-1, keepdim=True).clamp_(min=0)
+        return exact_div(rows.abs().amax(-1, keepdim=True).clamp_(max=limit), (high - low) / 2).clamp_(min=tiny), None
+    smallest = rows.amin(-1, keepdim=True).clamp_(-limit, 0)
+    largest = rows.amax(-1, keepdim=True).clamp_(0, limit)
     scale = exact_div(largest - smallest, high - low).clamp_(min=tiny)
     return scale, (low - smallest / scale).round_().clamp_(low, high).to(torch.int32)
 
@@ -79,7 +80,7 @@ def fake_quantize(x: Tensor, act: ActSpec, scale: Tensor | None = None, zero: Te
     padded = torch.nn.functional.pad(x.float(), (0, wide - k)).reshape(-1, g)
     if act.scale != "float":
         return _fake_quantize_micro(padded, act, scale).reshape(x.shape[0], wide)[:, :k]
-    codes, s, z = quantize_input(padded, ActSpec(act.dtype, True, "token", 0, act.symmetric))
+    codes, s, z = quantize_input(padded, ActSpec(act.dtype, True, "token", 0, act.symmetric, limit=act.limit))
     return ((codes.float() - (0 if z is None else z)) * s).reshape(x.shape[0], wide)[:, :k]
 
 

@@ -151,6 +151,7 @@ class ActSpec:
 
     granularity "tensor": one scale for the whole input; "token": one per row; "group": one per `group_size` columns
     of a row. `dynamic` scales are computed from the input, static ones come with the weight (`input_scale`).
+    limit: what an absolute value counts as at most when a dynamic scale is computed, so that larger ones saturate; 0 for none.
     """
 
     dtype: ScalarType
@@ -159,20 +160,23 @@ class ActSpec:
     group_size: int = 0
     symmetric: bool = True
     scale: Literal["float", "e8m0", "e4m3"] = "float"
+    limit: float = 0.0
 
     def __str__(self) -> str:
         how = f"group{self.group_size}" if self.granularity == "group" else self.granularity
         parts = [self.dtype.name, "dynamic" if self.dynamic else "static", how]
-        return "-".join(parts + ([] if self.symmetric else ["asym"]) + ([] if self.scale == "float" else [self.scale]))
+        more = ([] if self.symmetric else ["asym"]) + ([] if self.scale == "float" else [self.scale])
+        return "-".join(parts + more + ([f"limit{self.limit!r}"] if self.limit else []))
 
     @staticmethod
     def parse(text: str) -> ActSpec:
         """The inverse of str()."""
+        text, _, limit = text.partition("-limit")
         name, when, how, *rest = text.split("-")
         size = int(how.removeprefix("group")) if how.startswith("group") else 0
         scale: Any = next((r for r in rest if r in ("e8m0", "e4m3")), "float")
         granularity: Any = "group" if size else how
-        return ActSpec(SCALAR_TYPES[name], when == "dynamic", granularity, size, "asym" not in rest, scale)
+        return ActSpec(SCALAR_TYPES[name], when == "dynamic", granularity, size, "asym" not in rest, scale, float(limit or 0))
 
 
 @dataclass(frozen=True)
