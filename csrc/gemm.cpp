@@ -1,0 +1,191 @@
+#include "gemm.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "parallel.h"
+
+namespace bitline {
+namespace {
+
+const GemmTable* table() {
+  static constexpr const GemmTable* tables[kLevels] = {nullptr, nullptr,
+                                                       BITLINE_AVX512_TABLE(&avx512::gemm), nullptr};
+  int at = level();
+  while (at > 0 && tables[at] == nullptr) --at;
+  return tables[at];
+}
+
+// Memory that a thread keeps between calls.
+struct Scratch {
+  void* at;
+  size_t size;
+};
+__thread Scratch shared_part, own_part;  // a call's input as all its threads see it; one thread's panel and sums
+
+void* reserve(Scratch& s, size_t bytes) {
+  if (s.size < bytes) {
+    free(s.at);
+    s.at = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    s.size = s.at == nullptr ? 0 : bytes;
+  }
+  return s.at;
+}
+
+size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
+
+// Register tiles of the narrow path: the next size that has a kernel.
+int64_t padded_rows(int64_t m) { return m <= 2 ? m : m <= 4 ? 4 : m <= 8 ? 8 : 12; }
+
+constexpr int64_t kMostRows = 1024;     // rows of one pass
+constexpr int64_t kSerialWords = 1 << 15;  // an input up to this many words is prepared by the calling thread
+
+Mode mode_of(const Meta& w, int dtype, const GemmTable& t) {
+  // int32 sums of 255 * 128 hold 65,000 columns.
+  if (w.act == kInt8 && w.integer && (w.width == 4 || w.width == 8) && w.kp <= 65000 && t.has(kI8Mode)) return kI8Mode;
+  if ((w.act != kPlain || dtype == kXB16) && t.has(kBF16Mode)) return kBF16Mode;
+  return kF32Mode;
+}
+
+void tensor_scale(const Meta& w, const GemmTable& t, Call& c) {
+  c.tensor_scale = 0, c.tensor_zero = 0;
+  if (w.act == kPlain || w.reach == kToken) return;
+  if (w.reach == kStatic) {
+    c.tensor_scale = w.input_scale, c.tensor_zero = w.input_zero;
+    return;
+  }
+  float low, high;
+  const bool finite = t.range(c.x, c.m * w.k, c.dtype, &low, &high);
+  quantizer(w.act, low, high, &c.tensor_scale, &c.tensor_zero);
+  if (!finite) c.tensor_scale = __builtin_nanf("");
+}
+
+// Rows [0, c.m) of c.x. Returns 0, or -2 where there is no memory.
+int pass(Call& c, const GemmTable& t) {
+  const Meta& w = *c.w;
+  c.padded = c.m <= kTile ? padded_rows(c.m) : 0;
+  const int64_t rows = c.padded ? c.padded : c.m, tiles = tiles_of(c);
+  const bool direct = c.m == 1 && c.mode == kBF16Mode && w.act == kPlain && !w.map && w.kp == w.k && w.offset_type == kNone;
+  size_t need = 0;
+  const size_t words_at = need;
+  need += round_up(direct ? 0 : size_t(rows) * c.words * 4);
+  const size_t sums_at = need;
+  need += round_up(size_t(rows) * w.groups * 4);
+  const size_t starts_at = need;
+  need += c.mode == kI8Mode ? round_up(size_t(rows) * w.groups * 4) : 0;
+  const size_t scale_at = need;
+  need += round_up(size_t(rows) * 4);
+  const size_t room_at = need;
+  need += size_t(kTile + 2) * w.kp * 4;
+  uint8_t* at = static_cast<uint8_t*>(reserve(shared_part, need));
+  if (at == nullptr) return -2;
+  c.xp = direct ? static_cast<const uint32_t*>(c.x) : reinterpret_cast<uint32_t*>(at + words_at);
+  c.sums = reinterpret_cast<float*>(at + sums_at);
+  c.starts = reinterpret_cast<int32_t*>(at + starts_at);
+  c.row_scale = w.act == kPlain ? nullptr : reinterpret_cast<float*>(at + scale_at);
+  int failed = 0;
+  if (!direct) {
+    if (rows * c.words <= kSerialWords) {
+      for (int64_t i = 0; i < tiles; ++i) t.prepare(c, i, reinterpret_cast<float*>(at + room_at));
+    } else {
+      parallel_for(tiles, [&](int64_t i) {
+        float* room = static_cast<float*>(reserve(own_part, size_t(kTile + 2) * w.kp * 4));
+        if (room == nullptr) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+        else t.prepare(c, i, room);
+      });
+    }
+  }
+  if (failed) return -2;
+  const int64_t blocks = blocks_of(w), most = int64_t(threads()) * 8;
+  const int64_t tasks = blocks < most ? blocks : most;
+  const size_t own = kPanelBytes + size_t(c.padded ? 0 : c.m) * kRows * 4;
+  parallel_for(tasks, [&](int64_t i) {
+    uint32_t* panel = static_cast<uint32_t*>(reserve(own_part, own));
+    if (panel == nullptr) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+    else t.blocks(c, blocks * i / tasks, blocks * (i + 1) / tasks, panel, reinterpret_cast<float*>(panel) + kPanelBytes / 4);
+  });
+  return failed ? -2 : 0;
+}
+
+}  // namespace
+}  // namespace bitline
+
+using namespace bitline;
+
+// y [m, n] = x [m, k] times a packed weight, plus bias [n] where it is not null; all of one dtype, contiguous.
+// Returns 0; -1: not a packed weight of this version; -2: no memory; -3: this level of CPU features has no kernel.
+BITLINE_EXPORT int bitline_gemm(const void* x, int64_t m, const void* packed, const void* bias, void* y, int dtype) {
+  const GemmTable* t = table();
+  const Meta& w = *static_cast<const Meta*>(packed);
+  if (w.magic != kMagic) return -1;
+  if (t == nullptr) return -3;
+  const int64_t item = dtype == kX32 ? 4 : 2;
+  Call c;
+  memset(&c, 0, sizeof c);
+  c.w = &w, c.base = static_cast<const uint8_t*>(packed), c.bias = bias, c.dtype = Dtype(dtype);
+  c.mode = mode_of(w, dtype, *t);
+  c.words = w.kp / (c.mode == kBF16Mode ? 2 : c.mode == kF32Mode ? 1 : 4);
+  c.x = x, c.m = m;
+  tensor_scale(w, *t, c);
+  for (int64_t row = 0; row < m; row += kMostRows) {
+    c.x = static_cast<const uint8_t*>(x) + row * w.k * item;
+    c.y = static_cast<uint8_t*>(y) + row * w.n * item;
+    c.m = m - row < kMostRows ? m - row : kMostRows;
+    if (const int failed = pass(c, *t)) return failed;
+  }
+  return 0;
+}
+
+namespace bitline {
+namespace {
+
+// The vectors of one row and one step; `out` is the row's lane in the first of them, vectors are 32 lanes apart.
+void pack_step(const uint8_t* u, int64_t width, uint32_t* out) {
+  const auto plane = [&](int first, int bits, int from) {  // columns as (k, k + 1) in the halves of a lane, `bits` of each
+    uint32_t v = 0;
+    const uint32_t mask = (1u << bits) - 1;
+    for (int i = 0; i < 16 / bits; ++i) {
+      v |= ((uint32_t(u[first + 2 * i]) >> from) & mask) << (bits * i);
+      v |= ((uint32_t(u[first + 2 * i + 1]) >> from) & mask) << (16 + bits * i);
+    }
+    return v;
+  };
+  int at = 0;
+  const auto put = [&](uint32_t v) { out[at++ * kRows] = v; };
+  switch (width) {
+    case 2: put(plane(0, 2, 0)); break;
+    case 3: put(plane(0, 2, 0)), put(plane(16, 2, 0)), put(plane(0, 1, 2)); break;
+    case 4: put(plane(0, 4, 0)); break;
+    case 5: for (int i = 0; i < 32; i += 8) put(plane(i, 4, 0)); put(plane(0, 1, 4)); break;
+    case 6: put(plane(0, 4, 0)), put(plane(8, 4, 0)), put(plane(0, 2, 4)); break;
+    default: put(u[0] | uint32_t(u[2]) << 8 | uint32_t(u[1]) << 16 | uint32_t(u[3]) << 24);
+  }
+}
+
+}  // namespace
+}  // namespace bitline
+
+// Write the codes of rows [first, first + rows) into a packed weight whose Meta and map are there. codes [rows, k], one a
+// byte; each is xored with `flip`. Rows past n of the last block must have been cleared before.
+BITLINE_EXPORT void bitline_gemm_pack(const uint8_t* codes, int64_t first, int64_t rows, int flip, void* packed) {
+  const Meta& w = *static_cast<const Meta*>(packed);
+  uint8_t* base = static_cast<uint8_t*>(packed);
+  const int32_t* map = w.map ? reinterpret_cast<const int32_t*>(base + w.map) : nullptr;
+  const int64_t step = step_of(w.width), words = step * w.width / 32;  // dwords of a row in a step
+  parallel_ranges(rows, 16, [&](int64_t from, int64_t to) {
+    for (int64_t r = from; r < to; ++r) {
+      const uint8_t* row = codes + r * w.k;
+      const int64_t at = first + r;
+      uint32_t* out = reinterpret_cast<uint32_t*>(base + w.codes + at / kRows * block_bytes(w)) + at % kRows;
+      uint8_t u[32];
+      for (int64_t k = 0; k < w.kp; k += step) {
+        for (int64_t i = 0; i < step; ++i) {
+          const int64_t from_column = map ? map[k + i] : k + i;
+          u[i] = from_column >= 0 && from_column < w.k ? uint8_t(row[from_column] ^ flip) : 0;
+        }
+        pack_step(u, w.width, out);
+        out += words * kRows;
+      }
+    }
+  });
+}

@@ -1,0 +1,256 @@
+// Blocks of 32 output rows with AVX-512, for each mode and width: codes decoded in registers for one tile of input rows, or
+// a panel of them decoded once into the cache and multiplied with many tiles.
+#pragma once
+
+#include "gemm_avx512_decode.h"
+
+namespace bitline::BITLINE_LEVEL {
+namespace {
+
+constexpr int kPanelWords = kPanelBytes / 4 / kRows;
+
+INLINE void store16(const Call& c, int64_t row, int64_t col, __m512 v) {
+  const int64_t left = c.w->n - col;
+  if (left <= 0) return;
+  const __mmask16 mask = left >= 16 ? __mmask16(0xffff) : __mmask16((1u << left) - 1);
+  if (c.dtype == kX32) {
+    if (c.bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, static_cast<const float*>(c.bias) + col));
+    _mm512_mask_storeu_ps(static_cast<float*>(c.y) + row * c.w->n + col, mask, v);
+    return;
+  }
+  const int64_t at = row * c.w->n + col;
+  __m256i b = _mm256_setzero_si256();
+  if (c.bias) b = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(c.bias) + col);
+  uint16_t* y = static_cast<uint16_t*>(c.y) + at;
+  if (c.dtype == kX16) {
+    if (c.bias) v = _mm512_add_ps(v, _mm512_cvtph_ps(b));
+    _mm256_mask_storeu_epi16(y, mask, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  } else {
+    if (c.bias) v = _mm512_add_ps(v, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16)));
+    _mm256_mask_storeu_epi16(y, mask, (__m256i)_mm512_cvtneps_pbh(v));
+  }
+}
+
+INLINE void finish(const Call& c, int64_t row, int64_t block, __m512 a, __m512 b) {
+  if (c.row_scale) {
+    const __m512 s = _mm512_set1_ps(c.row_scale[row]);
+    a = _mm512_mul_ps(a, s), b = _mm512_mul_ps(b, s);
+  }
+  store16(c, row, block * kRows, a);
+  store16(c, row, block * kRows + 16, b);
+}
+
+// One block, all of K, MR rows of x. CHAINS independent sums hide the latency of the multiply-adds.
+template <class Mo, int BITS, int MR, bool OFFSET> void narrow_block(const Call& c, int64_t block) {
+  constexpr int CHAINS = MR == 1 ? 4 : MR == 2 ? 2 : 1;
+  using C = Codes<BITS>;
+  constexpr int step = C::step, words = step / Mo::per_word;
+  const Meta& w = *c.w;
+  const uint8_t* p = c.base + w.codes + block * block_bytes(w);
+  const uint32_t* x = c.xp;
+  const typename Mo::template Tab<BITS> table(c.base, w);
+  __m512 total[MR][2];
+  UNROLL for (int m = 0; m < MR; m++) total[m][0] = total[m][1] = _mm512_setzero_ps();
+  const int64_t steps = w.run / step;
+  for (int64_t g = 0; g < w.groups; g++) {
+    typename Mo::Acc acc[MR][2][CHAINS];
+    UNROLL for (int m = 0; m < MR; m++) UNROLL for (int i = 0; i < CHAINS; i++)
+      acc[m][0][i] = acc[m][1][i] = i == 0 ? Mo::start(c.starts, g * MR + m) : typename Mo::Acc{};
+    for (int64_t s = 0; s < steps; s++) {
+      C c0, c1;
+      c0.read(p), c1.read(p + 64);
+      UNROLL for (int i = 0; i < C::vectors; i++) _mm_prefetch(p + 2048 + 128 * i, _MM_HINT_T0), _mm_prefetch(p + 2112 + 128 * i, _MM_HINT_T0);
+      UNROLL for (int j = 0; j < words; j++) {
+        const __m512i w0 = Mo::template word<BITS>(c0, table, j), w1 = Mo::template word<BITS>(c1, table, j);
+        UNROLL for (int m = 0; m < MR; m++) {
+          acc[m][0][j % CHAINS] = Mo::mac(acc[m][0][j % CHAINS], w0, x[j * MR + m]);
+          acc[m][1][j % CHAINS] = Mo::mac(acc[m][1][j % CHAINS], w1, x[j * MR + m]);
+        }
+      }
+      x += words * MR;
+      p += 128 * C::vectors;
+    }
+    const Affine a0 = affine<OFFSET>(w, c.base, block, g, 0), a1 = affine<OFFSET>(w, c.base, block, g, 1);
+    UNROLL for (int m = 0; m < MR; m++) {
+      typename Mo::Acc s0 = acc[m][0][0], s1 = acc[m][1][0];
+      UNROLL for (int i = 1; i < CHAINS; i++) s0 = Mo::add(s0, acc[m][0][i]), s1 = Mo::add(s1, acc[m][1][i]);
+      total[m][0] = _mm512_fmadd_ps(a0.s, Mo::sum(s0), total[m][0]);
+      total[m][1] = _mm512_fmadd_ps(a1.s, Mo::sum(s1), total[m][1]);
+      if (OFFSET) {
+        const __m512 sum = _mm512_set1_ps(c.sums[g * MR + m]);
+        total[m][0] = _mm512_fmadd_ps(a0.o, sum, total[m][0]);
+        total[m][1] = _mm512_fmadd_ps(a1.o, sum, total[m][1]);
+      }
+    }
+  }
+  for (int m = 0; m < MR && m < c.m; m++) finish(c, m, block, total[m][0], total[m][1]);
+}
+
+template <class Mo, int BITS, bool OFFSET> void narrow(const Call& c, int64_t block) {
+  switch (c.padded) {
+    case 1: return narrow_block<Mo, BITS, 1, OFFSET>(c, block);
+    case 2: return narrow_block<Mo, BITS, 2, OFFSET>(c, block);
+    case 4: return narrow_block<Mo, BITS, 4, OFFSET>(c, block);
+    case 8: return narrow_block<Mo, BITS, 8, OFFSET>(c, block);
+    default: return narrow_block<Mo, BITS, 12, OFFSET>(c, block);
+  }
+}
+
+// A part of K: some whole groups, or a piece of one.
+struct Part {
+  int64_t group, runs, words;  // first group; how many; words of each (or of the piece)
+  int64_t word;                // its first word in a row of x
+  bool first;                  // it has its group's first column
+  const float *s, *o;          // [runs][32]; o is null where there are no offsets
+};
+
+// sums[MR][32] += panel [words][32] times a tile of x [words][MR], each group scaled.
+template <class Mo, int MR> void tile(const Part& part, const uint32_t* panel, const uint32_t* x, const float* sums,
+                                      const int32_t* starts, float* out) {
+  const uint32_t* p = panel;
+  for (int64_t r = 0; r < part.runs; r++) {
+    typename Mo::Acc a0[MR], a1[MR];
+    UNROLL for (int m = 0; m < MR; m++) a0[m] = a1[m] = part.first ? Mo::start(starts, r * MR + m) : typename Mo::Acc{};
+    for (int64_t i = 0; i < part.words; i++) {
+      const __m512i w0 = load(p), w1 = load(p + 16);
+      UNROLL for (int m = 0; m < MR; m++) {
+        a0[m] = Mo::mac(a0[m], w0, x[m]);
+        a1[m] = Mo::mac(a1[m], w1, x[m]);
+      }
+      p += 32, x += MR;
+    }
+    const __m512 s0 = _mm512_loadu_ps(part.s + 32 * r), s1 = _mm512_loadu_ps(part.s + 32 * r + 16);
+    UNROLL for (int m = 0; m < MR; m++) {
+      float* at = out + 32 * m;
+      __m512 t0 = _mm512_fmadd_ps(s0, Mo::sum(a0[m]), _mm512_loadu_ps(at));
+      __m512 t1 = _mm512_fmadd_ps(s1, Mo::sum(a1[m]), _mm512_loadu_ps(at + 16));
+      if (part.o) {
+        const __m512 sum = _mm512_set1_ps(sums[r * MR + m]);
+        t0 = _mm512_fmadd_ps(_mm512_loadu_ps(part.o + 32 * r), sum, t0);
+        t1 = _mm512_fmadd_ps(_mm512_loadu_ps(part.o + 32 * r + 16), sum, t1);
+      }
+      _mm512_storeu_ps(at, t0), _mm512_storeu_ps(at + 16, t1);
+    }
+  }
+}
+
+template <class Mo> void any_tile(int64_t rows, const Part& p, const uint32_t* panel, const uint32_t* x,
+                                  const float* sums, const int32_t* starts, float* out) {
+  switch (rows) {
+    case 6: return tile<Mo, 6>(p, panel, x, sums, starts, out);
+    case 7: return tile<Mo, 7>(p, panel, x, sums, starts, out);
+    case 8: return tile<Mo, 8>(p, panel, x, sums, starts, out);
+    case 9: return tile<Mo, 9>(p, panel, x, sums, starts, out);
+    case 10: return tile<Mo, 10>(p, panel, x, sums, starts, out);
+    case 11: return tile<Mo, 11>(p, panel, x, sums, starts, out);
+    default: return tile<Mo, 12>(p, panel, x, sums, starts, out);
+  }
+}
+
+// Scaled weights rounded once, as a dense layer in bfloat16 would hold them: no scale is left to apply to sums.
+INLINE __m512i scaled_pair(__m512i pair, __m512 s, __m512 o) {
+  const __m512 a = _mm512_fmadd_ps(low_half(pair), s, o), b = _mm512_fmadd_ps(high_half(pair), s, o);
+  const __m512i order = _mm512_or_si512(
+      _mm512_slli_epi32(_mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                         _mm512_set1_epi32(16)), 16),
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+}
+
+template <class Mo, int BITS> void decode(const Call& c, const uint8_t* p, int64_t steps, uint32_t* panel) {
+  using C = Codes<BITS>;
+  const typename Mo::template Tab<BITS> table(c.base, *c.w);
+  for (int64_t s = 0; s < steps; s++) {
+    C c0, c1;
+    c0.read(p), c1.read(p + 64);
+    UNROLL for (int j = 0; j < C::step / Mo::per_word; j++) {
+      _mm512_store_si512(panel, Mo::template word<BITS>(c0, table, j));
+      _mm512_store_si512(panel + 16, Mo::template word<BITS>(c1, table, j));
+      panel += 32;
+    }
+    p += 128 * C::vectors;
+  }
+}
+
+template <int BITS> void decode_scaled(const Call& c, const uint8_t* p, int64_t steps, const float* s, const float* o, uint32_t* panel) {
+  using C = Codes<BITS>;
+  const Table<BITS> table(c.base, *c.w);
+  const __m512 s0 = _mm512_loadu_ps(s), s1 = _mm512_loadu_ps(s + 16), zero = _mm512_setzero_ps();
+  const __m512 o0 = o ? _mm512_loadu_ps(o) : zero, o1 = o ? _mm512_loadu_ps(o + 16) : zero;
+  for (int64_t i = 0; i < steps; i++) {
+    C c0, c1;
+    c0.read(p), c1.read(p + 64);
+    UNROLL for (int j = 0; j < C::step / 2; j++) {
+      _mm512_store_si512(panel, scaled_pair(c0.pair(table, j), s0, o0));
+      _mm512_store_si512(panel + 16, scaled_pair(c1.pair(table, j), s1, o1));
+      panel += 32;
+    }
+    p += 128 * C::vectors;
+  }
+}
+
+// Rows from which scaling the panel costs less than scaling the sums of each group.
+INLINE bool scale_panel(const Call& c, int64_t run) { return c.mode == kBF16Mode && run < 512 && c.m * run >= 64 * 128; }
+
+template <class Mo, int BITS, bool OFFSET> void wide(const Call& c, int64_t block, uint32_t* panel, float* out) {
+  constexpr int step = Codes<BITS>::step;
+  const Meta& w = *c.w;
+  alignas(64) static const float ones[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  alignas(64) float s[kPanelWords][32], o[kPanelWords][32];
+  const int64_t run_words = w.run / Mo::per_word, tiles = tiles_of(c);
+  const bool scaled = scale_panel(c, w.run);
+  for (int64_t i = 0; i < c.m * 32; i += 16) _mm512_store_ps(out + i, _mm512_setzero_ps());
+  const uint8_t* p = c.base + w.codes + block * block_bytes(w);
+  for (int64_t at = 0; at < c.words;) {
+    Part part;
+    part.word = at, part.group = at / run_words;
+    const int64_t within = at - part.group * run_words;
+    part.first = within == 0;
+    if (run_words <= kPanelWords) {
+      part.words = run_words;
+      part.runs = kPanelWords / run_words;
+      if (part.runs > w.groups - part.group) part.runs = w.groups - part.group;
+    } else {
+      part.runs = 1;
+      part.words = run_words - within < kPanelWords ? run_words - within : kPanelWords;
+    }
+    for (int64_t r = 0; r < part.runs; r++)
+      for (int h = 0; h < 2; h++) {
+        const Affine a = affine<OFFSET>(w, c.base, block, part.group + r, h);
+        _mm512_store_ps(s[r] + 16 * h, a.s), _mm512_store_ps(o[r] + 16 * h, a.o);
+      }
+    const int64_t words = part.runs * part.words;
+    part.s = s[0], part.o = OFFSET && part.first ? o[0] : nullptr;
+    if constexpr (Mo::per_word == 2) {
+      if (scaled) {
+        const int64_t steps = part.words * 2 / step;
+        for (int64_t r = 0; r < part.runs; r++)
+          decode_scaled<BITS>(c, p + r * steps * 128 * Codes<BITS>::vectors, steps, s[r], OFFSET ? o[r] : nullptr, panel + r * part.words * 32);
+      }
+    }
+    if (!scaled) decode<Mo, BITS>(c, p, words * Mo::per_word / step, panel);
+    p += words * Mo::per_word / step * 128 * Codes<BITS>::vectors;
+    if (scaled) part.words = words, part.runs = 1, part.s = ones, part.o = nullptr;
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t row = tile_start(c, t), rows = tile_start(c, t + 1) - row;
+      const int64_t sums = row * w.groups + part.group * rows;
+      any_tile<Mo>(rows, part, panel, c.xp + row * c.words + at * rows, c.sums + sums, c.starts + sums, out + 32 * row);
+    }
+    at += words;
+  }
+  for (int64_t m = 0; m < c.m; m++) finish(c, m, block, _mm512_load_ps(out + 32 * m), _mm512_load_ps(out + 32 * m + 16));
+}
+
+template <class Mo, int BITS> void run(const Call& c, int64_t first, int64_t last, uint32_t* panel, float* out) {
+  for (int64_t b = first; b < last; b++) {
+    const bool offset = c.w->offset_type != kNone;
+    if (c.padded) {
+      offset ? narrow<Mo, BITS, true>(c, b) : narrow<Mo, BITS, false>(c, b);
+    } else {
+      offset ? wide<Mo, BITS, true>(c, b, panel, out) : wide<Mo, BITS, false>(c, b, panel, out);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace bitline::BITLINE_LEVEL
