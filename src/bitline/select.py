@@ -110,10 +110,10 @@ class Choice:
 
     @property
     def degraded(self) -> bool:
-        """True where the reference runs, unasked, although a faster kernel of this platform refused the layer."""
+        """True where a weight is emulated, unasked, although a faster kernel of this platform refused the layer."""
         near = self.nearest_fast
         asked = self.policy.kernel == self.best.name or self.policy.backend == self.best.backend
-        return self.kernel is ReferenceLinearKernel and not asked and near is not None and near.score < self.best.score
+        return self.kernel.emulates and not asked and near is not None and near.score < self.best.score
 
     @property
     def lost_because(self) -> str:
@@ -283,7 +283,7 @@ def _costs(kernel: type[Kernel], spec: LinearSpec, platform: Platform, policy: P
 
 
 def _implements(kernel: type[Kernel], spec: LinearSpec, platform: Platform) -> Verdict:
-    if spec.act_dtype == torch.bfloat16 and 0 < platform.capability < 80 and kernel is not ReferenceLinearKernel:
+    if spec.act_dtype == torch.bfloat16 and 0 < platform.capability < 80 and not kernel.emulates:
         return no(f"{platform.arch} has no bfloat16 units", "with input dtype float16")
     if spec.act_dtype not in kernel.act_dtypes:
         able = ", ".join(str(d).removeprefix("torch.") for d in kernel.act_dtypes)

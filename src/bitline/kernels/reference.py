@@ -26,6 +26,7 @@ class ReferenceLinearKernel(Kernel):
 
     backend = "reference"
     priority = -100
+    emulates = True
     cuda_graph = False
 
     @classmethod
@@ -68,6 +69,41 @@ class ReferenceLinearKernel(Kernel):
         dispatch = 60 * platform.rates.launch * -(-spec.n // bits.rows_per_chunk(spec.k))
         rate = matmul_rate(spec, platform)
         return dispatch + passes + roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=rate)
+
+
+class BatchInvariantLinearKernel(ReferenceLinearKernel):
+    """The reference with the rows of x in padded blocks of 16: torch then always multiplies matrices of one shape, and what
+    a row gives does not depend on how many others come with it."""
+
+    backend = "emulation"
+    priority = -110
+    batch_invariant = True
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        m = x.shape[0]
+        weight = rebuild(packed, spec)
+        if spec.act is not None:
+            x = fake_quantize(x, spec.act, weight.input_scale, weight.input_zero).to(spec.act_dtype)
+        inputs = torch.nn.functional.pad(x, (0, 0, 0, -m % _ROWS)).view(-1, _ROWS, spec.k)
+        y = x.new_empty(inputs.shape[0], _ROWS, spec.n)
+        step = bits.rows_per_chunk(spec.k)
+        for r in range(0, spec.n, step):
+            rows = slice(r, min(r + step, spec.n))
+            w = weight.dequantize_rows(rows, x.dtype)
+            for block, out in zip(inputs, y, strict=True):
+                out[:, rows] = torch.nn.functional.linear(block, w, None if bias is None else bias[rows].to(x.dtype))
+        return y.view(-1, spec.n)[:m]
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """The reference's for whole blocks, and as many launches."""
+        blocks = -(-m // _ROWS)
+        return super().cost(spec, platform, blocks * _ROWS) + blocks * platform.rates.launch
+
+
+_ROWS = 16
 
 
 def _half_is_slow(x: Tensor) -> bool:

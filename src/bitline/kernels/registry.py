@@ -16,7 +16,13 @@ log = logging.getLogger("bitline")
 
 # module -> kernel classes in it. A module is imported when the list is first asked for; it imports no provider package.
 BUILT_IN: dict[str, tuple[str, ...]] = {
-    "bitline.kernels.reference": ("ReferenceLinearKernel",),
+    "bitline.kernels.reference": ("ReferenceLinearKernel", "BatchInvariantLinearKernel"),
+    "bitline.kernels.emulation": (
+        "EmulationNvFp4LinearKernel",
+        "EmulationMxFp4LinearKernel",
+        "EmulationMxfp6LinearKernel",
+        "EmulationMxfp8LinearKernel",
+    ),
     "bitline.kernels.triton.w4a16": ("TritonW4A16LinearKernel",),
     "bitline.kernels.torch_fp8": (
         "PerTensorTorchFP8ScaledMMLinearKernel",

@@ -16,7 +16,6 @@ from bitline.kernels.base import Kernel
 from bitline.kernels.linear import config as configs
 from bitline.kernels.linear.outside import wrap
 from bitline.kernels.linear.protocol import FAMILIES, LinearKernel, layer_kernel, platform_of
-from bitline.kernels.reference import ReferenceLinearKernel
 from bitline.select import Choice, Policy, choose
 
 log = logging.getLogger("bitline")
@@ -183,7 +182,7 @@ def _name(kernel: Any) -> str:
 
 def _announce(choice: Choice, family: str) -> None:
     reasons = tuple(f"{c.name}: {c.verdict.reason}" for c in choice.candidates if not c.verdict)
-    _announce_once(choice.best.name, family, choice.kernel is ReferenceLinearKernel, reasons, choice.note)
+    _announce_once(choice.best.name, family, choice.kernel.emulates, reasons, choice.note)
 
 
 @functools.cache

@@ -91,8 +91,8 @@ def write_layer(weight: QuantizedWeight, family: str) -> nn.Module:
             g_idx[weight.perm.long()] = weight.column_groups().int()
             layer.weight_g_idx = RowParameter(g_idx)
         return layer
-    dtype: Any = {"int8": torch.int8, "fp8": getattr(torch, s.weight.name, None), "fp8_block": getattr(torch, s.weight.name, None),
-             "mxfp8": torch.float8_e4m3fn}.get(family, torch.uint8)  # fmt: skip
+    own = getattr(torch, s.weight.name, torch.uint8)
+    dtype = {"int8": torch.int8, "fp8": own, "fp8_block": own, "mxfp8": own}.get(family, torch.uint8)
     layer.weight = ModelWeightParameter(weight.codes.contiguous().view(dtype))
     if family == "fp8_block":
         layer.weight_scale = BlockScaleParameter(weight.scale.clone(), s.block)
