@@ -33,8 +33,8 @@ class TensorSource(Protocol):
     config: Mapping[str, Any]  # config.json, or {} where there is none
     tensors: Mapping[str, TensorInfo]
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, memory-mapped where the file allows it. A missing name is a CheckpointError."""
+    def read(self, name: str, rows: int | None = None) -> Tensor:
+        """The tensor, or only its first rows, memory-mapped where the file allows it. A missing name is a CheckpointError."""
         ...
 
 

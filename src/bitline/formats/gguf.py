@@ -144,15 +144,15 @@ class GGUFSource:
         except OSError as error:
             raise CheckpointError("cannot open the GGUF file", file=self.path, found=error.strerror) from error
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, rows: int | None = None) -> Tensor:
         """The tensor as a view of the mapped file, with the dtype and shape of `tensors[name]`; writing to it never
-        reaches the file. A missing name is a CheckpointError.
+        reaches the file. rows: only so many of its first rows. A missing name is a CheckpointError.
         """
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError("no such tensor", file=self.path, tensor=name, expected=f"one of {len(self.tensors)} names")
         raw = map_bytes(self.path, self._offsets[name], info.nbytes, name)
-        return raw.view(info.dtype).view(info.shape)
+        return raw.view(info.dtype).view(info.shape)[slice(rows) if info.shape else ...]
 
     # ---- the header ------------------------------------------------------------------------------------------------
 

@@ -150,7 +150,7 @@ def _note_zeros(m: IntModule, planar: bool) -> None:
     """A symmetric weight's qzeros are not used. Where their first row is not what anyone stores, the user should know."""
     if m.qzeros is None:
         return
-    row = _words.unpack_words(m.read("qzeros")[:1], m.width, m.n, planar=planar)
+    row = _words.unpack_words(m.source.read(m.qzeros.name, rows=1), m.width, m.n, planar=planar)
     low, high, middle = int(row.min()), int(row.max()), 1 << (m.width - 1)
     if low != high or low not in (middle, middle - 1):
         found = low if low == high else f"{low} to {high}"

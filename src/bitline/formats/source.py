@@ -82,30 +82,35 @@ class SafetensorsSource:
 
     def _check_index(self, index: Path, weight_map: Mapping[str, str]) -> None:
         """Every tensor of the index is where the index says. Tensors that it does not list are kept: they are there."""
+        files = {shard: self.path / shard for shard in set(weight_map.values())}
         for name, shard in weight_map.items():
             info = self.tensors.get(name)
-            if info is None or info.file != self.path / shard:
+            if info is None or info.file != files[shard]:
                 raise CheckpointError(
-                    "the index names a tensor that its shard does not hold", file=index, tensor=name,
+                    "the index names a tensor that its shard does not hold", file=index, tensor=name, field="weight_map",
                     found="no such tensor" if info is None else f"the tensor in {info.file.name}", expected=f"it in {shard}",
                     fix="index and shards are of different checkpoints, or a shard is damaged: download them again",
                 )  # fmt: skip
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, a view of the mapped file: writing to it never reaches the file, and no copy of it is made.
+    def read(self, name: str, rows: int | None = None) -> Tensor:
+        """The tensor, a view of the mapped file: writing to it never reaches the file, and no copy is made unless it is small.
 
-        A missing name, or a file that became shorter since it was opened, is a CheckpointError.
+        rows: only so many of its first rows. A missing name, or a file that became shorter since it was opened, is a
+        CheckpointError.
         """
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError("no such tensor", file=self.path, tensor=name, expected=f"one of {len(self.tensors)} names")
-        if info.nbytes == 0:
-            return torch.empty(info.shape, dtype=info.dtype)
+        shape, nbytes = info.shape, info.nbytes
+        if rows is not None and shape and rows < shape[0]:
+            shape, nbytes = (rows, *shape[1:]), nbytes // shape[0] * rows
+        if nbytes == 0:
+            return torch.empty(shape, dtype=info.dtype)
         start = self._starts[name]
-        part = map_bytes(info.file, start, info.nbytes, name)
+        part = map_bytes(info.file, start, nbytes, name)
         if start % info.dtype.itemsize:  # old writers did not align their header: this one tensor is copied
             part = part.clone()
-        return part.view(info.dtype).view(info.shape)
+        return part.view(info.dtype).view(shape)
 
 
 # ---- which files ---------------------------------------------------------------------------------------------------------
@@ -125,7 +130,7 @@ def _choose_files(folder: Path) -> tuple[list[Path], tuple[Path, dict[str, str]]
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
-                "shards that the index names are missing", file=index, found=f"no {', '.join(missing[:3])}",
+                "shards that the index names are missing", file=index, field="weight_map", found=f"no {', '.join(missing[:3])}",
                 expected=f"all {len(names)} files", fix="finish the download",
             )  # fmt: skip
         return [folder / name for name in names], (index, weight_map)
@@ -143,12 +148,15 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError("the index is too large", file=index, expected=f"at most {MAX_CONFIG_BYTES} bytes")
     weight_map = parse_object(data, index, "index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError("the index has no weight_map", file=index, expected='{"weight_map": {tensor: file}}')
+        raise CheckpointError(
+            "the index has no weight_map", file=index, field="weight_map", expected='{"weight_map": {tensor: file}}'
+        )
+    inside = {shard: _stays_inside(shard) for shard in set(filter(lambda s: isinstance(s, str), weight_map.values()))}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _stays_inside(shard):
+        if not isinstance(shard, str) or not inside[shard]:
             raise CheckpointError(
-                "the index names a file outside the checkpoint's folder", file=index, tensor=ascii(name), found=ascii(shard),
-                expected="the name of a file in it",
+                "the index names a file outside the checkpoint's folder", file=index, tensor=ascii(name), field="weight_map",
+                found=ascii(shard), expected="the name of a file in it",
             )  # fmt: skip
     return weight_map
 
@@ -213,7 +221,9 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, int], dict
     entries = parse_object(raw, file, "header")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError("the header's __metadata__ is not text", file=file, expected="an object of strings")
+        raise CheckpointError(
+            "the header's __metadata__ is not text", file=file, field="__metadata__", expected="an object of strings"
+        )
     infos: dict[str, TensorInfo] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
@@ -227,31 +237,34 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, int], dict
 def _entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     """One tensor of a header and where its bytes begin in the data. Its size is computed in Python's unbounded integers."""
     if not name or len(name) > MAX_NAME or not name.isprintable():
-        raise CheckpointError("a tensor's name is not printable text", file=file, found=ascii(name[:MAX_NAME]),
+        raise CheckpointError("a tensor's name is not printable text", file=file, field="name", found=ascii(name[:MAX_NAME]),
                               expected=f"1 to {MAX_NAME} characters")  # fmt: skip
     fields = entry if isinstance(entry, dict) else {}
     label, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(label, str) or label not in DTYPES:
         raise CheckpointError(
-            "a tensor has a dtype that is not known here", file=file, tensor=name, found=repr(label), expected=", ".join(DTYPES)
-        )
+            "a tensor has a dtype that is not known here", file=file, tensor=name, field="dtype", found=repr(label),
+            expected=", ".join(DTYPES),
+        )  # fmt: skip
     if not _integers(shape) or len(shape) > MAX_DIMS:
         raise CheckpointError(
-            "a tensor's shape is not valid", file=file, tensor=name, found=_short(shape), expected="a list of sizes >= 0"
-        )
+            "a tensor's shape is not valid", file=file, tensor=name, field="shape", found=_short(shape),
+            expected="a list of sizes >= 0",
+        )  # fmt: skip
     if not _integers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
-            "a tensor's data_offsets are not valid", file=file, tensor=name, found=_short(offsets), expected="[begin, end]"
-        )
+            "a tensor's data_offsets are not valid", file=file, tensor=name, field="data_offsets", found=_short(offsets),
+            expected="[begin, end]",
+        )  # fmt: skip
     dtype, nbytes = DTYPES[label], offsets[1] - offsets[0]
     expected = math.prod(shape) * dtype.itemsize
     if expected != nbytes:
         raise CheckpointError(
-            "a tensor's bytes do not fit its shape", file=file, tensor=name, found=f"{nbytes} bytes",
+            "a tensor's bytes do not fit its shape", file=file, tensor=name, field="data_offsets", found=f"{nbytes} bytes",
             expected=f"{expected} for {label} {_short(shape)}", fix=_DAMAGED,
         )  # fmt: skip
     if math.prod(max(1, size) for size in shape) >= 1 << 60:  # torch counts strides even where there is no element
-        raise CheckpointError("an empty tensor's shape is not valid", file=file, tensor=name, found=_short(shape),
+        raise CheckpointError("an empty tensor's shape is not valid", file=file, tensor=name, field="shape", found=_short(shape),
                               expected="a product of sizes below 2**60")  # fmt: skip
     return TensorInfo(name, dtype, tuple(shape), file, nbytes), offsets[0]
 
@@ -272,11 +285,11 @@ def _check_spans(file: Path, spans: list[tuple[int, int, str]], size: int) -> No
         if begin != end:
             raise CheckpointError(
                 f"a tensor {'overlaps' if begin < end else 'leaves a gap after'} {before}", file=file, tensor=name,
-                found=f"bytes [{begin}, {stop}) of the data", expected=f"a start at {end}", fix=_DAMAGED,
+                field="data_offsets", found=f"bytes [{begin}, {stop}) of the data", expected=f"a start at {end}", fix=_DAMAGED,
             )  # fmt: skip
         end, before = stop, name
     if end != size:
         raise CheckpointError(
             "the file is cut short" if end > size else "the file has bytes that belong to no tensor", file=file,
-            found=f"{size} bytes of data", expected=f"{end}, as the header says", fix=_DAMAGED,
+            field="data_offsets", found=f"{size} bytes of data", expected=f"{end}, as the header says", fix=_DAMAGED,
         )  # fmt: skip
