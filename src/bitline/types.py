@@ -86,8 +86,8 @@ def _decode_float(t: ScalarType, code: int) -> float:
 
 
 uint1, uint2, uint3, uint4, uint5, uint6, uint7, uint8 = (ScalarType(f"uint{b}", b) for b in range(1, 9))
-uint2b2, uint3b4, uint4b8, uint5b16, uint6b32, uint7b64, uint8b128 = (
-    ScalarType(f"uint{b}b{1 << (b - 1)}", b, bias=1 << (b - 1)) for b in range(2, 9)
+uint1b1, uint2b2, uint3b4, uint4b8, uint5b16, uint6b32, uint7b64, uint8b128 = (
+    ScalarType(f"uint{b}b{1 << (b - 1)}", b, bias=1 << (b - 1)) for b in range(1, 9)
 )
 int4, int8 = (ScalarType(f"int{b}", b, signed=True) for b in (4, 8))
 float8_e4m3fn = ScalarType("float8_e4m3fn", 8, "float", exponent=4, mantissa=3)
