@@ -792,7 +792,7 @@ ao("zeros-too-wide", "zero points do not fit", tensors=poke("_weight_zero_point"
 ao("scales-nan", "NaN", tensors=poke("_weight_scale", float("nan")), suffix="_weight_scale")
 ao("scales-missing", "lacks a tensor", tensors=put("_weight_scale", None), suffix="_weight_scale")
 ao("inputs-unknown", "inputs quantized this way", described({"activation_quantization": "int3_per_moon"}))
-ao("inputs-scaled", "static scales", tensors=put("_weight_act_pre_scale", torch.ones(64)), suffix="_weight_act_pre_scale")
+ao("factors-short", "act_pre_scale", tensors=put("_weight_act_pre_scale", torch.ones(63)), suffix="_weight_act_pre_scale")
 
 
 @attack("layer-without-a-name", harmless=True)  # no layer at all, and nothing that a model has a place for
