@@ -201,7 +201,8 @@ def _find_reader(source: TensorSource) -> Reader | None:
     readers = ", ".join([*(r.name for r in _registered), *BUILT_IN]).replace("_", "-")
     known = method in NOT_YET
     raise CheckpointError(
-        f"quantization {method!r} is {'not supported yet' if known else 'not known'}", file=file, found=found,
+        f"quantization {method!r} is {'not supported yet' if known else 'not known'}", file=file,
+        field="packing_format" if config.get("packing_format") else "quant_method", found=found,
         expected=f"one of {readers}" if known else f"one of {readers} (known, not supported yet: {', '.join(NOT_YET)})",
         fix="convert the model to one of these formats, or register a reader with bitline.register_format",
     )  # fmt: skip

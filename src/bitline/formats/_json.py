@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False) -
     repeats: accept a key that is given twice with equal values, which a config may and a header may not.
     """
 
+    twice: list[str] = []
+
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(items)
         if len(result) < len(items):
             seen: dict[str, Any] = {}
             for key, value in items:
                 if key in seen and not (repeats and seen[key] == value):
+                    twice.append(key)
                     raise ValueError(f"the key {key!r} is given twice")
                 seen[key] = value
         return result
@@ -37,19 +42,38 @@ def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False) -
         value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
         found = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(f"the {what} is not valid JSON", file=file, found=found, fix="download the file again") from error
+        raise CheckpointError(
+            f"the {what} is not valid JSON", file=file, field=twice[0] if twice else None, found=found,
+            fix="download the file again",
+        ) from error  # fmt: skip
     if not isinstance(value, dict):
         raise CheckpointError(f"the {what} is not a JSON object", file=file, found=type(value).__name__)
     return value
 
 
+def invalid_config(error: ValueError, file: Path, place: str | None = None) -> CheckpointError:
+    """The error about a config that is not valid. place: where in it, unless a msgspec.ValidationError says so itself."""
+    found = re.search(r" - at `\$\.?([^`]+)`$", str(error))
+    field = place or (found[1] if found else "quantization_config")
+    return CheckpointError("the quantization config is not valid", file=file, field=field, found=error)
+
+
 def read_config(file: Path) -> dict[str, Any]:
     """The JSON object in a config file of at most 64 MiB."""
     try:
-        with file.open("rb") as stream:
-            data = stream.read(MAX_CONFIG_BYTES + 1)
+        data = read_limited(file, "config")
     except OSError as error:
         raise CheckpointError("the config cannot be read", file=file, found=error.strerror) from error
-    if len(data) > MAX_CONFIG_BYTES:
-        raise CheckpointError("the config is too large", file=file, expected=f"at most {MAX_CONFIG_BYTES} bytes")
     return parse_object(data, file, "config", repeats=True)
+
+
+def read_limited(file: Path, what: str) -> bytes:
+    """A file of at most 64 MiB. No more memory is taken than the file is long. what: what it is, for the message."""
+    with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        data = stream.read(min(size, MAX_CONFIG_BYTES) + 1)
+    if len(data) > MAX_CONFIG_BYTES:
+        raise CheckpointError(
+            f"the {what} is too large", file=file, found=f"{size} bytes", expected=f"at most {MAX_CONFIG_BYTES}"
+        )
+    return data

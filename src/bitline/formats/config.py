@@ -36,7 +36,7 @@ def find_quantization(source: TensorSource) -> tuple[dict[str, Any], Path]:
             if found is None or found == {}:
                 continue
             if not isinstance(found, Mapping):
-                raise CheckpointError(f"{key} is not an object", file=main, found=type(found).__name__)
+                raise CheckpointError(f"{key} is not an object", file=main, field=key, found=type(found).__name__)
             return _named(dict(found), main, None), main
     for name in SIDE_FILES:
         file = folder / name
@@ -54,7 +54,7 @@ def _named(config: dict[str, Any], file: Path, side: str | None) -> dict[str, An
         method = _guess(config, side)
     if not isinstance(method, str):
         raise CheckpointError(
-            "the quantization config names no method", file=file, found=f"quant_method {method!r}",
+            "the quantization config names no method", file=file, field="quant_method", found=f"quant_method {method!r}",
             expected='a string such as "gptq", "awq" or "compressed-tensors"',
         )  # fmt: skip
     return {**config, "quant_method": method.strip().lower()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bitline.errors import CheckpointError
-from bitline.formats._json import MAX_CONFIG_BYTES, parse_object, read_config
+from bitline.formats._json import parse_object, read_config, read_limited
 from bitline.formats._mapped import map_bytes
 from bitline.formats.base import TensorInfo
 
@@ -142,11 +142,7 @@ def _choose_files(folder: Path) -> tuple[list[Path], tuple[Path, dict[str, str]]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    with index.open("rb") as stream:
-        data = stream.read(MAX_CONFIG_BYTES + 1)
-    if len(data) > MAX_CONFIG_BYTES:
-        raise CheckpointError("the index is too large", file=index, expected=f"at most {MAX_CONFIG_BYTES} bytes")
-    weight_map = parse_object(data, index, "index").get("weight_map")
+    weight_map = parse_object(read_limited(index, "index"), index, "index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             "the index has no weight_map", file=index, field="weight_map", expected='{"weight_map": {tensor: file}}'
