@@ -55,3 +55,48 @@ def test_one_group_per_row(tmp_path):
     tensors, values = layer(8, 48, 48, "4bit_u8")
     del tensors["group_size"]
     assert torch.equal(one(tmp_path, CONFIG, tensors).weight().dequantize(), values)
+
+
+def across(n, k, size, packing, dtype=torch.float16):
+    """A layer of axis 0, whose groups are every n * k / size-th weight, and its weight by the definition."""
+    tensors, _ = layer(n, k, n * k // size, packing, dtype)  # its rows are this layer's columns of the packed matrix
+    width, shifts = PACKINGS[packing]
+    columns = n * k // size
+    g = torch.Generator().manual_seed(size)
+    codes = torch.randint(1 << width, (size, columns), generator=g)
+    step = -(-size // len(shifts))
+    words = [[sum(int(codes[i + step * s, j]) << shift for s, shift in enumerate(shifts) if i + step * s < size)
+              for j in range(columns)] for i in range(step)]  # fmt: skip
+    scale, zero = (torch.rand(1, columns, generator=g) * 0.1).to(dtype), (torch.rand(1, columns, generator=g) * 9).to(dtype)
+    tensors |= {
+        "W_q": torch.tensor(words, dtype=torch.int32 if packing == "3bit_32" else torch.uint8), "scale": scale, "zero": zero,
+        "axis": torch.tensor(0, dtype=torch.int32), "group_size": torch.tensor(size, dtype=torch.int32),
+    }  # fmt: skip
+    return tensors, ((codes.double() - zero.double()) * scale.double()).float().view(n, k)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("n", "k", "size", "block"), [(16, 8, 16, (16, 1)), (16, 12, 8, (1, 1)), (12, 20, 24, (1, 1))])
+def test_groups_across_the_rows(n, k, size, block, packing, tmp_path):
+    tensors, values = across(n, k, size, packing)
+    record = one(tmp_path, CONFIG, tensors)
+    assert record.spec.block == block and bool(record.oddities) == (block == (1, 1))
+    assert torch.equal(record.weight().dequantize(), values)
+    parts = [record.weight().shard(dim, r, 3).dequantize() for dim in (0, 1) for r in range(3)]
+    assert torch.equal(torch.cat(parts[:3]), values) and torch.equal(torch.cat(parts[3:], 1), values)
+
+
+def test_scales_and_zeros_in_one_tensor(tmp_path):
+    tensors, values = layer(8, 64, 32, "4bit_u8")
+    tensors["zero_scale"] = torch.stack((tensors.pop("zero"), tensors.pop("scale")))
+    assert torch.equal(one(tmp_path, CONFIG, tensors).weight().dequantize(), values)
+
+
+def test_one_scale_for_the_whole_weight(tmp_path):
+    tensors, _ = layer(8, 64, 32, "4bit_u8")
+    tensors |= {"scale": torch.tensor(0.5), "zero": torch.tensor(3.0), "channel_wise": torch.tensor(0, dtype=torch.uint8)}
+    del tensors["group_size"]
+    tensors["W_q"] = tensors["W_q"].view(4, 64)
+    codes = torch.cat((tensors["W_q"] >> 4, tensors["W_q"] & 15)).float()
+    record = one(tmp_path, CONFIG, tensors)
+    assert record.spec.block == (8, 64) and torch.equal(record.weight().dequantize(), (codes - 3) * 0.5)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bitline import bits, types
-from bitline.formats._layer import FLOATS, Layer
+from bitline.formats._layer import FLOATS, NUMBER, Layer
 from bitline.formats.base import LayerRecord, TensorSource
 from bitline.formats.config import find_quantization
 from bitline.types import LinearSpec, ScalarType
@@ -59,40 +59,66 @@ class _Module(Layer):
         scalar, word, shifts = _PACKINGS[packing]
         for suffix in ("quant_scale", "quant_zero"):
             if self.find(suffix) is not None and self._number(suffix):
-                raise self.error(self.main, "scales that are quantized themselves are not supported yet", suffix, 0)
-        if self._number("axis") != 1:
-            info = self.source.tensors[f"{self.base}.axis"]
-            raise self.error(
-                info, "groups across rows are not supported yet", f"axis {self._number('axis')}", "axis 1",
-                "quantize the model again with axis=1",
-            )  # fmt: skip
-        size = self._number("group_size") if self.find("group_size") is not None else k
+                raise self.error(
+                    self.main, "scales that are quantized themselves are not supported yet", suffix, 0,
+                    "quantize the model again with quant_scale and quant_zero false",
+                )  # fmt: skip
+        axis = self._number("axis")
+        if axis not in (0, 1):
+            raise self.error(self.need("axis"), "an axis that a matrix has not", axis, "0 or 1")
+        whole = self._whole(n * k)
+        size = whole if whole else self._number("group_size") if self.find("group_size") is not None else (n, k)[axis == 1]
         if size < 1 or n * k % size:
             raise self.error(self.main, "groups do not fill the weight", f"groups of {size}", f"a divisor of {n * k}")
-        rows = n * k // size
+        rows = n * k // size if axis == 1 else size  # of the matrix that was packed
+        if whole:  # nothing was reshaped
+            rows = n
         stored = -(-rows // len(shifts))
-        if self.main.nbytes != stored * size * word // 8 or (word == 8 and rows % len(shifts)):
+        if self.main.nbytes != stored * (n * k // rows) * word // 8 or (word == 8 and rows % len(shifts)):
             raise self.error(
                 self.main, "codes do not fit their shape", f"{self.main.nbytes} bytes",
-                f"{stored * size * word // 8} for [{n}, {k}] in {packing}",
+                f"{stored * (n * k // rows) * word // 8} for [{n}, {k}] in {packing}",
             )  # fmt: skip
-        for suffix in ("scale", "zero"):
-            self.need(suffix, FLOATS, ((rows, 1), (rows,)))
-        part = math.gcd(k, size)  # groups run over the ends of rows where K is not made of whole ones
-        spec = LinearSpec(n, k, scalar, (1, part), zero="float", bias=self.bias(n))
+        if axis == 0 and not whole and size != n:
+            self.oddities.append("groups cross the rows (axis 0): each weight has a scale and an offset of its own, 8 bytes")
+        block = (n, k) if whole else (1, math.gcd(k, size)) if axis == 1 else (n, 1) if size == n else (1, 1)
+        self._scales(1 if whole else n * k // size)
+        spec = LinearSpec(n, k, scalar, block, zero="float", bias=self.bias(n))
         for suffix in _REST:
             self.find(suffix)
 
         def build() -> dict[str, Tensor]:
-            scale, zero = (self.read(suffix).float().flatten() for suffix in ("scale", "zero"))
+            scale, zero = self._floats()
             offset = -(zero * scale)
-            if part != size:
-                group = torch.arange(0, n * k, part) // size
+            if axis == 1 and block[1] not in (size, k):  # groups run over the ends of rows where K is not made of whole ones
+                group = torch.arange(0, n * k, block[1]) // size
                 scale, offset = scale.index_select(0, group), offset.index_select(0, group)
+            if block == (1, 1):  # row i of the packed matrix is every n * k / size-th weight
+                scale, offset = scale.repeat(size), offset.repeat(size)
             codes = _unpack(self.read("W_q"), word, shifts, scalar.bits)[: n * k].view(n, k)
             return {"codes": bits.pack(codes, scalar.bits), "scale": scale.view(spec.grid), "offset": offset.view(spec.grid)}
 
-        return self.record(f"hqq {packing}", spec, build, {"scale": "scale", "offset": "zero"})
+        return self.record(f"hqq {packing}", spec, build, {"scale": ("scale", "zero_scale"), "offset": ("zero", "zero_scale")})
+
+    def _whole(self, count: int) -> int:
+        """The number of weights where one scale serves them all (channel_wise false), else 0."""
+        info = self.source.tensors.get(f"{self.base}.scale")
+        return count if info is not None and info.shape in NUMBER and self._optional("channel_wise") == 0 else 0
+
+    def _scales(self, groups: int) -> None:
+        """The headers of scale and zero, or of zero_scale, which holds one after the other."""
+        if self.find("scale") is None and self.find("zero_scale") is not None:
+            self.need("zero_scale", FLOATS, ((2, groups, 1), (2, 1, groups), (2, groups)))
+            return
+        for suffix in ("scale", "zero"):
+            self.need(suffix, FLOATS, ((groups, 1), (1, groups), (groups,), *(NUMBER if groups == 1 else ())))
+
+    def _floats(self) -> tuple[Tensor, Tensor]:
+        """Scales and zero points, float32 [groups]."""
+        if self.find("scale") is None:
+            zero, scale = self.read("zero_scale").float().flatten(1)
+            return scale, zero
+        return self.read("scale").float().flatten(), self.read("zero").float().flatten()
 
     def _shape(self) -> tuple[int, int]:
         info = self.need("shape", _INTEGERS, ((2,),))
@@ -108,6 +134,9 @@ class _Module(Layer):
         if packing not in _PACKINGS:
             raise self.error(info, "a packing that is not known", repr(packing), ", ".join(_PACKINGS))
         return packing
+
+    def _optional(self, suffix: str) -> int | None:
+        return self._number(suffix) if self.find(suffix) is not None else None
 
     def _number(self, suffix: str) -> int:
         self.need(suffix, _INTEGERS, ((), (1,)))
