@@ -745,7 +745,7 @@ for what, number in {"zero": 0, "negative": -32, "not-a-divisor": 33, "2^31": (1
     family("hqq", f"group-size-{what}", says="groups do not fill", suffix="W_q",
            tensors=put("group_size", torch.tensor(number, dtype=torch.int32)))  # fmt: skip
 family("hqq", "group-size-contradicts", says="does not fit", tensors=put("group_size", torch.tensor(16, dtype=torch.int32)))
-family("hqq", "axis-2", says="an axis that a matrix has not", tensors=put("axis", torch.tensor(2, dtype=torch.int32)), suffix="axis")
+family("hqq", "axis-2", says="a matrix has not", tensors=put("axis", torch.tensor(2, dtype=torch.int32)), suffix="axis")
 family("hqq", "axis-a-list", says="axis does not fit", tensors=put("axis", torch.ones(3).int()), suffix="axis")
 family("hqq", "scales-quantized", says="not supported yet", suffix="W_q",
        tensors=put("quant_scale", torch.tensor(1, dtype=torch.uint8)))  # fmt: skip
