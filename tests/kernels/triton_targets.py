@@ -12,7 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bitline import types
-from bitline.kernels.triton import fp8_quantize_device, w4a16, w4a16_device
+from bitline.kernels.triton import fp8_quantize_device, scaled_mm_device, w4a16, w4a16_device
+from bitline.kernels.triton.scaled_mm import _tile as tile_of_scaled_mm
 from bitline.kernels.triton.tiles import choose_tile
 from bitline.types import LinearSpec
 
@@ -86,6 +87,31 @@ def compile_all(name):
     if name in ("sm_90", "sm_120", "gfx1201"):
         table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
         yield "fp8", compiled(fp8_quantize_device.quantize_kernel, table, {"TINY": 1e-7, "BLOCK": 4096, "num_warps": 8}, target)
+    yield from scaled_mm(name, target)
+
+
+def scaled_mm(name, target):
+    """int8 everywhere, FP8 where there are instructions for it; the tiles of one row, of some and of many."""
+    device = scaled_mm_device
+    kinds = {"int8": ("*i8", 0, True)} | ({"fp8": ("*fp8e4nv", 128, False)} if name in ("sm_90", "sm_120", "gfx1201") else {})
+    for kind, (codes, block, zero) in kinds.items():
+        table = {"a_ptr": codes, "b_ptr": codes, "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "a_zero_ptr": "*i32",
+                 "colsum_ptr": "*i32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}  # fmt: skip
+        for m in (1, 64, 256):
+            bm, bn, bk, warps, stages = tile_of_scaled_mm(m, 128)
+            constants = {
+                "A_TOKEN": True, "BLOCK_N": max(block, 1), "BLOCK_K": block, "GROUP": max(block, 1), "HAS_ZERO": zero,
+                "HAS_BIAS": False, "EVEN": True, "UPCAST": False, "BM": bm, "BN": bn, "BK": bk, "num_warps": warps,
+                "num_stages": stages,
+            }  # fmt: skip
+            yield f"{kind} M={m}", compiled(device.scaled_mm_kernel, table, constants, target)
+    table = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
+    constants = {"ASYMMETRIC": True, "TINY": 1e-7, "BLOCK": 4096, "num_warps": 8}
+    yield "int8 of x", compiled(device.quantize_int8_kernel, table, constants, target)
+    if "fp8" in kinds:
+        table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+        constants = {"POWER": True, "TINY": 1e-7, "GROUP": 128, "TILE": 16, "num_warps": 4}
+        yield "fp8 groups of x", compiled(device.quantize_groups_kernel, table, constants, target)
 
 
 for label, kernel in compile_all(sys.argv[1]):

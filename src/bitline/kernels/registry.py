@@ -24,6 +24,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "EmulationMxfp8LinearKernel",
     ),
     "bitline.kernels.triton.w4a16": ("TritonW4A16LinearKernel",),
+    "bitline.kernels.triton.scaled_mm": ("TritonInt8ScaledMMLinearKernel", "TritonFp8BlockScaledMMKernel"),
     "bitline.kernels.torch_fp8": (
         "PerTensorTorchFP8ScaledMMLinearKernel",
         "RowWiseTorchFP8ScaledMMLinearKernel",

@@ -1,0 +1,261 @@
+"""int8 and FP8 layers with inputs of the same kind, on any GPU that Triton knows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bitline import env
+from bitline.activations import mx_exponent, quantize_input
+from bitline.kernels.base import Kernel, Packed, roofline
+from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
+from bitline.platform import Platform
+from bitline.types import YES, ActSpec, LinearSpec, Verdict, no
+from bitline.weight import QuantizedWeight
+
+_EPS = torch.finfo(torch.float32).eps
+_ALIGN = 16
+
+
+class _TritonScaledMM(Kernel):
+    """What both kernels share: the machines, the launch and the padding of K to 16."""
+
+    platforms = ("cuda", "rocm", "xpu", "cpu")
+    backend = "triton"
+    quantizes_input = True
+    priority = 5
+    rate: ClassVar[str] = "int8"
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """Triton, and a GPU with matrix instructions for these codes, or its interpreter on a CPU."""
+        if "triton" not in platform.packages:
+            return no("the package triton is not installed", "pip install triton")
+        if platform.vendor == "cpu" and not platform.interpreted:
+            return no("Triton has no compiler for CPUs; only its interpreter runs here", "TRITON_INTERPRET=1, for tests")
+        return cls._units(platform)
+
+    @classmethod
+    def _units(cls, platform: Platform) -> Verdict:
+        raise NotImplementedError
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """A roofline at 60 % of both rates, a pass over x and two more launches."""
+        if platform.vendor == "cpu":
+            return 1.0  # the interpreter is for tests
+        product = roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=platform.rates.of(cls.rate))
+        return product / 0.6 + 3 * m * spec.k / platform.rates.bandwidth + 2 * platform.rates.launch
+
+
+class TritonInt8ScaledMMLinearKernel(_TritonScaledMM):
+    """W8A8: exact int32 sums, per token or per tensor, static or dynamic, with a zero point or without.
+
+    A zero point is rounded as everywhere in Bitline; its part of the sum, zero * (row sum of the weight), is taken off in
+    int32 and not in the output's dtype.
+    """
+
+    families = ("int8",)
+
+    @classmethod
+    def _units(cls, platform: Platform) -> Verdict:
+        if platform.vendor == "cuda" and platform.capability < 80:
+            return no(f"{platform.arch} has no int8 matrix instructions that Triton uses", "sm80 or newer")
+        return YES
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """Integer weights and inputs of up to 8 bits, scales per tensor or row, any shape and order of columns."""
+        act = spec.act
+        if act is None or act.dtype.kind != "int" or act.dtype.bits != 8:
+            return no("the scheme has no int8 input", "W8A8")
+        if act.granularity == "group":
+            return no(f"the input's scale changes along K, in groups of {act.group_size}", "input scales per token or per tensor")
+        if not fits_bytes(spec) or spec.zero != "none":
+            return no(f"{spec.weight} codes are not integers of -128..127 times a step", "a signed or biased integer type")
+        if spec.k > 1 << 16:
+            return no(f"sums over {spec.k} columns can overflow int32", "K up to 65536")
+        if spec.ragged or spec.block[1] < spec.k:
+            return no("weight scales change along K", "one weight scale per tensor or per row")
+        return YES
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """codes int8 [N, K'] in input order, K' a multiple of 16; scale float32 [N]; colsum int32 [N]; static scale, zero."""
+        codes = torch.nn.functional.pad(signed_bytes(weight), (0, -weight.spec.k % _ALIGN))
+        asymmetric = weight.spec.act is not None and not weight.spec.act.symmetric
+        absent = torch.empty(0, device=weight.device)
+        return {
+            "codes": codes,
+            "scale": row_scales(weight),
+            "colsum": codes.sum(1, dtype=torch.int32) if asymmetric else absent,
+            "input_scale": absent if weight.input_scale is None else weight.input_scale.float().reshape(1),
+            "input_zero": absent if weight.input_zero is None else weight.input_zero.to(torch.int32).reshape(1),
+        }
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        codes, scale, colsum, static, static_zero = packed
+        m, k = x.shape[0], codes.shape[1]
+        if m == 0:
+            return x.new_empty(0, spec.n)
+        assert spec.act is not None
+        q, x_scale, zero = _quantize_int8(x, spec.act, static, static_zero, k)
+        return _launch(q, codes, x_scale, scale, zero, colsum, bias, spec, x.dtype)
+
+
+class TritonFp8BlockScaledMMKernel(_TritonScaledMM):
+    """Block-scaled FP8: weights in blocks, inputs in groups of a row, each tile's sum scaled in float32.
+
+    Blocks are counted from the whole weight's first row and column, so that a tensor-parallel cut may fall inside one.
+    """
+
+    families = ("fp8_block", "fp8", "mxfp8")
+    rate = "fp8"
+    act_dtypes = (torch.bfloat16, torch.float16)
+
+    @classmethod
+    def _units(cls, platform: Platform) -> Verdict:
+        if platform.vendor == "cuda" and platform.capability < 89:
+            return no(f"{platform.arch} has no FP8 matrix instructions", "sm89 or newer")
+        if platform.vendor == "rocm" and platform.arch not in ("gfx950", "gfx1200", "gfx1201"):
+            return no(f"{platform.arch} has no matrix instructions for OCP FP8", "gfx950, gfx1200 or gfx1201")
+        if platform.vendor == "xpu":
+            return no("Intel GPUs have no FP8 matrix instructions that Triton uses", "cuda:sm89 or newer")
+        return YES
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """float8_e4m3fn weights whose blocks, and inputs whose groups, are of 32 columns or a multiple."""
+        act = spec.act
+        if spec.weight.name != "float8_e4m3fn":
+            return no(f"weight type {spec.weight}", "float8_e4m3fn weights")
+        if act is None or act.dtype.name != "float8_e4m3fn" or act.granularity != "group" or act.scale == "e4m3":
+            return no(f"input scheme {act or 'of 16 bits'}", "float8_e4m3fn inputs in groups of a row")
+        if spec.ragged or spec.act_order or spec.zero != "none" or spec.scale2_block is not None:
+            return no("columns in another order, or zero points", "a plain block-scaled weight")
+        if _step(spec) < 32:
+            return no(f"scales change within {_step(spec)} columns", "blocks, groups and cuts of a multiple of 32 columns")
+        return YES
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """codes float8_e4m3fn [N, K'], K' a multiple of 16; scale float32 on the weight's grid."""
+        k = weight.spec.k
+        codes = torch.nn.functional.pad(weight.codes, (0, -k % _ALIGN)) if k % _ALIGN else weight.codes.clone()
+        return {"codes": codes.view(torch.float8_e4m3fn), "scale": weight.scales().contiguous()}
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        codes, scale = packed
+        if x.shape[0] == 0:
+            return x.new_empty(0, spec.n)
+        assert spec.act is not None
+        q, x_scale = _quantize_groups(x, spec.act, codes.shape[1])
+        return _launch(q, codes, x_scale, scale, None, scale, bias, spec, x.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _step(spec: LinearSpec) -> int:
+    """Columns that share a scale of the weight and one of the input, wherever they start: a power of two up to 128."""
+    assert spec.act is not None
+    common = math.gcd(128, spec.act.group_size)
+    if spec.block[1] < spec.k:
+        common = math.gcd(common, spec.block[1], spec.block_offset[1])
+    return common
+
+
+def _launch(
+    q: Tensor, codes: Tensor, x_scale: Tensor, scale: Tensor, zero: Tensor | None, colsum: Tensor, bias: Tensor | None,
+    spec: LinearSpec, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    (m, k), n = q.shape, spec.n
+    interpreted = _interpreted()
+    # The interpreter rounds to bfloat16 in its own way and multiplies small types as they are.
+    y = torch.empty(m, n, dtype=torch.float32 if interpreted else dtype, device=q.device)
+    act = spec.act
+    assert act is not None
+    grouped = act.granularity == "group"
+    bm, bn, bk, warps, stages = _tile(m, _step(spec) if grouped else 128)
+    (block_n, block_k), (off_n, off_k) = spec.block, spec.block_offset
+    _device().scaled_mm_kernel[(-(-n // bn), -(-m // bm))](
+        q, codes, x_scale, scale, x_scale if zero is None else zero, colsum, q if bias is None else bias, y,
+        m, n, k, x_scale.shape[1] if grouped else 0, scale.shape[1] if grouped else 0,
+        off_n if grouped else 0, off_k if grouped else 0,
+        A_TOKEN=x_scale.numel() > 1, BLOCK_N=block_n if grouped else 1, BLOCK_K=block_k if grouped else 0,
+        GROUP=act.group_size if grouped else 1, HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, EVEN=k % bk == 0,
+        UPCAST=interpreted, BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y.to(dtype)
+
+
+def _tile(m: int, bk: int) -> tuple[int, int, int, int, int]:
+    """(BM, BN, BK, warps, stages): narrow tiles while the weight's bytes are what is waited for."""
+    if _interpreted():
+        return 16, 32, bk, 4, 1
+    if m <= 16:
+        return 16, 32, bk, 4, 4
+    if m <= 64:
+        return 64, 64, bk, 4, 4
+    return 128, 128, bk, 8, 3
+
+
+def _quantize_int8(x: Tensor, act: ActSpec, static: Tensor, zero: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x [M, K] to codes int8 [M, columns], scale [M] or [1], zero int32 [M] or [1] or None."""
+    m, k = x.shape
+    if act.dynamic and act.granularity == "token" and act.limit is None and columns == k and not _interpreted():
+        q = torch.empty(m, k, dtype=torch.int8, device=x.device)
+        scale = torch.empty(m, dtype=torch.float32, device=x.device)
+        point = torch.empty(m if not act.symmetric else 0, dtype=torch.int32, device=x.device)
+        _device().quantize_int8_kernel[(m,)](
+            x, q, scale, point, k, ASYMMETRIC=not act.symmetric, TINY=_EPS,
+            BLOCK=min(4096, max(256, 1 << (k - 1).bit_length())), num_warps=8,
+        )  # fmt: skip
+        return q, scale, None if act.symmetric else point
+    q, scale, point_ = quantize_input(x, act, static if static.numel() else None, zero if zero.numel() else None)
+    if columns != k:
+        q = torch.nn.functional.pad(q, (0, columns - k))
+    return q, scale.reshape(-1), None if point_ is None else point_.reshape(-1)
+
+
+def _quantize_groups(x: Tensor, act: ActSpec, columns: int) -> tuple[Tensor, Tensor]:
+    """x [M, K] to codes float8_e4m3fn [M, columns], scale float32 [M, groups]."""
+    (m, k), g = x.shape, act.group_size
+    groups = -(-k // g)
+    if columns == k and act.limit is None and g & (g - 1) == 0 and not _interpreted():
+        q = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+        scale = torch.empty(m, groups, dtype=torch.float32, device=x.device)
+        tile = max(1, 2048 // g)
+        _device().quantize_groups_kernel[(m, -(-groups // tile))](
+            x, q, scale, k, groups, POWER=act.scale == "e8m0", TINY=_EPS, GROUP=g, TILE=tile, num_warps=4
+        )
+        return q, scale
+    padded = torch.nn.functional.pad(x.float(), (0, groups * g - k)).reshape(-1, g)
+    if act.scale == "e8m0":
+        peak = padded.abs().amax(-1, keepdim=True)
+        power = torch.ldexp(torch.ones_like(peak), mx_exponent(peak, act.dtype.max()).clamp(-127, 127))
+        scale = torch.where(peak > 0, power, torch.ones_like(peak))
+        codes = (padded / scale).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    else:
+        codes, scale, _ = quantize_input(padded, ActSpec(act.dtype, True, "token", limit=act.limit))
+    flat = codes.view(torch.uint8).reshape(m, groups * g)[:, :k]
+    return torch.nn.functional.pad(flat, (0, columns - k)).view(torch.float8_e4m3fn), scale.reshape(m, groups)
+
+
+@functools.cache
+def _device() -> Any:
+    from bitline.kernels.triton import scaled_mm_device
+
+    return scaled_mm_device
+
+
+@functools.cache
+def _interpreted() -> bool:
+    return env.triton_interpret()

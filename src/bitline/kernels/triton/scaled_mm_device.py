@@ -1,0 +1,139 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Device code of the W8A8 kernels: int8 or FP8 codes times codes, scaled in float32. One source for NVIDIA, AMD and Intel."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["M", "off_n", "off_k"])
+def scaled_mm_kernel(
+    a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, a_zero_ptr, colsum_ptr, bias_ptr, out_ptr,
+    M, N, K, a_groups, b_groups, off_n, off_k,
+    A_TOKEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """y[m, n] = a_scale[m] * b_scale[n] * sum_k (a[m, k] - a_zero[m]) b[n, k] + bias[n] for a tile of BM x BN.
+
+    a [M, K], b [N, K], int8 or FP8. A_TOKEN: one a_scale (and a_zero) for each row, else one for all. colsum int32 [N]:
+    the row sums of b, which a_zero multiplies. BLOCK_K, GROUP: where they are not 0 scales change along K:
+    b_scale[(n + off_n) // BLOCK_N, (k + off_k) // BLOCK_K] and a_scale[m, k // GROUP]; BK columns then share both.
+    EVEN: K is a multiple of BK.
+    """
+    WHOLE: tl.constexpr = a_ptr.dtype.element_ty == tl.int8
+    ACC: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    EMPTY: tl.constexpr = 0 if WHOLE else 0.0
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    cols = tl.program_id(1) * BM + tl.arange(0, BM)
+    row = tl.minimum(rows, N - 1)
+    col = tl.minimum(cols, M - 1)
+    k = tl.arange(0, BK)
+    a_tile = a_ptr + col.to(tl.int64)[:, None] * K + k[None, :]
+    b_tile = b_ptr + row.to(tl.int64)[None, :] * K + k[:, None]
+    total = tl.zeros((BM, BN), tl.float32 if BLOCK_K > 0 else ACC)
+    b_row = (row + off_n) // BLOCK_N
+    for start in range(0, K, BK):
+        if EVEN:
+            a = tl.load(a_tile + start)
+            b = tl.load(b_tile + start)
+        else:
+            inside = k + start < K
+            a = tl.load(a_tile + start, mask=inside[None, :], other=EMPTY)
+            b = tl.load(b_tile + start, mask=inside[:, None], other=EMPTY)
+        if UPCAST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        if BLOCK_K > 0:
+            part = tl.dot(a, b, out_dtype=tl.float32 if UPCAST else ACC).to(tl.float32)
+            b_scale = tl.load(b_scale_ptr + b_row * b_groups + (start + off_k) // BLOCK_K)
+            a_scale = tl.load(a_scale_ptr + col * a_groups + start // GROUP)
+            total += part * (a_scale[:, None] * b_scale[None, :])
+        elif UPCAST:
+            total += tl.dot(a, b, out_dtype=tl.float32).to(ACC)
+        else:
+            total = tl.dot(a, b, total, out_dtype=ACC)
+    if HAS_ZERO:
+        zero = tl.load(a_zero_ptr + (col if A_TOKEN else col * 0))
+        total -= zero[:, None] * tl.load(colsum_ptr + row)[None, :]
+    y = total.to(tl.float32)
+    if BLOCK_K == 0:
+        a_scale = tl.load(a_scale_ptr + (col if A_TOKEN else col * 0))
+        y *= a_scale[:, None]
+        y *= tl.load(b_scale_ptr + row)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row).to(tl.float32)[None, :]
+    out = out_ptr + cols.to(tl.int64)[:, None] * N + rows[None, :]
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=(cols < M)[:, None] & (rows < N)[None, :])
+
+
+@triton.jit
+def quantize_int8_kernel(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, K, ASYMMETRIC: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Row m of x [M, K] to int8 codes, scale float32 [M] and zero int32 [M]: what `activations.quantize_input` computes.
+
+    Symmetric: scale = max|x| / 127.5. Asymmetric: scale = (max - min) / 255 of a range that contains 0, zero =
+    round(-128 - min / scale). Halves round to even, as torch rounds.
+    """
+    row = tl.program_id(0)
+    x_ptr += row.to(tl.int64) * K
+    codes_ptr += row.to(tl.int64) * K
+    high = tl.zeros((BLOCK,), tl.float32)
+    low = tl.zeros((BLOCK,), tl.float32)
+    for k in range(0, K, BLOCK):
+        at = k + tl.arange(0, BLOCK)
+        value = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+        high = tl.maximum(high, value)
+        low = tl.minimum(low, value)
+    top, bottom = tl.max(high), tl.min(low)
+    zero = 0.0
+    if ASYMMETRIC:
+        scale = tl.maximum(tl.div_rn(top - bottom, 255.0), TINY)
+        zero = _half_even(tl.minimum(tl.maximum(-128.0 - tl.div_rn(bottom, scale), -128.0), 127.0))
+        tl.store(zero_ptr + row, zero.to(tl.int32))
+    else:
+        scale = tl.maximum(tl.div_rn(tl.maximum(top, -bottom), 127.5), TINY)
+    tl.store(scale_ptr + row, scale)
+    ones = tl.full((BLOCK,), 1.0, tl.float32)
+    for k in range(0, K, BLOCK):
+        at = k + tl.arange(0, BLOCK)
+        value = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+        value = _half_even(tl.div_rn(value, ones * scale) + zero)
+        value = tl.minimum(tl.maximum(value, -128.0), 127.0)
+        tl.store(codes_ptr + at, value.to(tl.int8), mask=at < K)
+
+
+@triton.jit
+def _half_even(value):
+    """The nearest integer of |value| < 2**22, halves to even: adding 1.5 * 2**23 leaves no room for a fraction."""
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def quantize_groups_kernel(
+    x_ptr, codes_ptr, scale_ptr, K, groups, POWER: tl.constexpr, TINY: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+):
+    """x [M, K] to codes float8_e4m3fn [M, K] and scale float32 [M, groups], one for GROUP columns of a row.
+
+    scale = max(max|x| / 448, TINY); POWER: the power of two of `activations.mx_exponent` instead, 1 where a group is zero.
+    """
+    row = tl.program_id(0)
+    g = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = at < K
+    value = tl.load(x_ptr + row.to(tl.int64) * K + at, mask=inside, other=0.0).to(tl.float32)
+    peak = tl.max(tl.abs(value), axis=1)
+    if POWER:
+        bits = peak.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 126 - 9 + ((bits & 0x7FFFFF) >= 0x600000).to(tl.int32)
+        exponent = tl.minimum(tl.maximum(exponent, -127), 127)
+        # 2**-127 is subnormal: half of the smallest normal number.
+        normal = ((tl.maximum(exponent, -126) + 127) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(peak > 0, tl.where(exponent == -127, normal * 0.5, normal), 1.0)
+    else:
+        scale = tl.maximum(tl.div_rn(peak, tl.full((TILE,), 448.0, tl.float32)), TINY)
+    tl.store(scale_ptr + row.to(tl.int64) * groups + g, scale, mask=g < groups)
+    value = tl.div_rn(value, tl.broadcast_to(scale[:, None], (TILE, GROUP)))
+    value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+    tl.store(codes_ptr + row.to(tl.int64) * K + at, value.to(tl.float8e4nv), mask=inside)
