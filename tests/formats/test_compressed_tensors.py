@@ -440,7 +440,7 @@ def test_auto_round_changes_single_layers():
             {"config_groups": {"g": {"targets": ["Linear"], "weights": {"strategy": "block", "block_structure": "8"}}}},
             "block_structure",
         ),
-        ({"config_groups": {"W9A16": ["Linear"]}}, "'W9A16' is not a preset.*config_groups.W9A16"),
+        ({"config_groups": {"W9A16": ["Linear"]}}, "field config_groups.W9A16.*'W9A16' is not a preset"),
         ({"config_groups": {"g": {"targets": ["re:("], "weights": {"num_bits": 4}}}}, "not a regular expression"),
         (
             {"config_groups": {"g": {"targets": ["re:z"], "weights": {"num_bits": 4}}}},
@@ -470,7 +470,7 @@ def test_configs_that_are_refused(change, message):
     ],
 )
 def test_activations_that_are_refused(act):
-    with pytest.raises(CheckpointError, match=r"input_activations are .* not supported at config_groups\.group_0"):
+    with pytest.raises(CheckpointError, match=r"field config_groups\.group_0\]: found input_activations are .* not supported"):
         only(config(act=act), packed(4, 32, 4, 2)[0])
 
 

@@ -30,8 +30,9 @@ class Hints:
                     self._names.add(entry)
             except PatternError as error:
                 raise CheckpointError(
-                    "an entry of the list of modules left alone is no regular expression", file=file, found=f"{entry!r}: {error}"
-                ) from error
+                    "an entry of the list of modules left alone is no regular expression", file=file, field="ignore",
+                    found=f"{entry!r}: {error}",
+                ) from error  # fmt: skip
 
     def note(self, module: Layer) -> None:
         """Add an oddity where the list names a module whose tensors are quantized."""

@@ -58,7 +58,7 @@ class ModuleSettings:
         key = "extra_config" if self._anywhere else "dynamic"
         overrides = config.get(key) or {}
         if not isinstance(overrides, Mapping):
-            raise self._error(f"{key} is not an object", type(overrides).__name__, "names or patterns to overrides")
+            raise self._error(key, f"{key} is not an object", type(overrides).__name__, "names or patterns to overrides")
         for name, change in overrides.items():
             self._add(config, key, name, change, modules)
 
@@ -74,7 +74,9 @@ class ModuleSettings:
     def _add(self, config: Mapping[str, Any], key: str, name: str, change: Any, modules: Container[str]) -> None:
         negative = name.startswith("-:") and not self._anywhere
         if not isinstance(change, Mapping) and not negative:
-            raise self._error(f"an override in {key} is not an object", f"{name!r}: {change!r}", '{"bits": …, "group_size": …}')
+            raise self._error(
+                f"{key}.{name}", f"an override in {key} is not an object", f"{name!r}: {change!r}", '{"bits": …, "group_size": …}'
+            )
         if negative:
             settings = Ints(**{**vars(self._base), "skip": True})
         elif self._anywhere and not change:
@@ -88,7 +90,7 @@ class ModuleSettings:
         try:
             self._rules.append((Pattern(text, self._effort), settings))
         except PatternError as error:
-            raise self._error(f"a pattern in {key} is no regular expression", f"{name!r} ({error})", None) from error
+            raise self._error(key, f"a pattern in {key} is no regular expression", f"{name!r} ({error})", None) from error
 
     def _parse(self, config: Mapping[str, Any], name: str | None) -> Ints:
         where = "" if name is None else f" of the override {name!r}"
@@ -97,9 +99,9 @@ class ModuleSettings:
             return Ints(**{**vars(self._base), "skip": True})
         group_size = self._integer(config, ("group_size", "q_group_size"), where, default=-1)
         if not 2 <= width <= 8:
-            raise self._error(f"bits{where} are out of range", width, "2 to 8")
+            raise self._error("bits", f"bits{where} are out of range", width, "2 to 8")
         if group_size == 0 or group_size < -1:
-            raise self._error(f"group_size{where} is not valid", group_size, "-1 (one group per row) or more")
+            raise self._error("group_size", f"group_size{where} is not valid", group_size, "-1 (one group per row) or more")
         symmetric = self._flag(config, "sym", True, where)
         if config.get("zero_point") is not None:
             symmetric = not self._flag(config, "zero_point", True, where)
@@ -111,14 +113,14 @@ class ModuleSettings:
         value = next((config[key] for key in keys if config.get(key) is not None), default)
         if type(value) is not int:
             found = "nothing" if value is None else repr(value)
-            raise self._error(f"{keys[0]}{where} of the quantization config is not a whole number", found, None)
+            raise self._error(keys[0], f"{keys[0]}{where} of the quantization config is not a whole number", found, None)
         return value
 
     def _flag(self, config: Mapping[str, Any], key: str, default: bool, where: str) -> bool:
         value = default if config.get(key) is None else config[key]
         if not isinstance(value, bool):
-            raise self._error(f"{key}{where} of the quantization config is not true or false", repr(value), None)
+            raise self._error(key, f"{key}{where} of the quantization config is not true or false", repr(value), None)
         return value
 
-    def _error(self, what: str, found: object, expected: object) -> CheckpointError:
-        return CheckpointError(what, file=self._file, found=found, expected=expected)
+    def _error(self, field: str, what: str, found: object, expected: object) -> CheckpointError:
+        return CheckpointError(what, file=self._file, field=field, found=found, expected=expected)

@@ -57,15 +57,20 @@ def _version(config: Mapping[str, Any], file: Path) -> str:
         value = config.get(key)
         if value is not None and str(value).lower() not in VERSIONS:
             raise CheckpointError(
-                f"AWQ {key} {value!r} is not supported yet", file=file, found=repr(value), expected=" or ".join(VERSIONS),
+                f"AWQ {key} {value!r} is not supported yet", file=file, field=key, found=repr(value),
+                expected=" or ".join(VERSIONS),
                 fix="save or get the model in AWQ's gemm version",
             )  # fmt: skip
         named |= {str(value).lower()} - {"none"}
     if len(named) > 1:
-        raise CheckpointError("the config names two versions of AWQ", file=file, found=" and ".join(sorted(named)))
+        raise CheckpointError(
+            "the config names two versions of AWQ", file=file, field="version", found=" and ".join(sorted(named))
+        )
     act_bits = config.get("act_bits")
     if isinstance(act_bits, int) and act_bits < 16:
-        raise CheckpointError("AWQ with quantized activations is not supported yet", file=file, found=f"act_bits {act_bits}")
+        raise CheckpointError(
+            "AWQ with quantized activations is not supported yet", file=file, field="act_bits", found=f"act_bits {act_bits}"
+        )
     return named.pop() if named else "gemm"
 
 

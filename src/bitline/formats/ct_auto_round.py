@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from bitline.errors import CheckpointError
+from bitline.formats._json import invalid_config
 from bitline.formats._patterns import Effort, Pattern, PatternError
 from bitline.formats.ct_config import QuantArgs, Scheme, Schemes, act_spec
 
@@ -39,14 +40,14 @@ class AutoRoundSchemes(Schemes):
         self._raw, self._file = raw, file
         extra = raw.get("extra_config") or {}
         if not isinstance(extra, Mapping):
-            raise CheckpointError("extra_config is not an object", file=file, found=type(extra).__name__)
+            raise CheckpointError("extra_config is not an object", file=file, field="extra_config", found=type(extra).__name__)
         self._extra: Mapping[str, Any] = extra
         self._order = {key: i for i, key in enumerate(extra)}
         effort = Effort()
         try:  # a key of word characters and dots alone is a name
             self._patterns = [Pattern(key, effort) for key in extra if not re.fullmatch(r"[\w.]*", key)]
         except PatternError as error:
-            raise CheckpointError("the quantization config is not valid", file=file, found=f"extra_config: {error}") from error
+            raise invalid_config(error, file, "extra_config") from error
         self.find("")  # a config that is wrong for every layer is wrong now
 
     def find(self, module: str) -> Scheme:
@@ -58,9 +59,7 @@ class AutoRoundSchemes(Schemes):
                 changes |= self._extra[key]
             return _scheme(msgspec.convert({**self._raw, **changes}, _Keys))
         except (TypeError, ValueError) as error:  # msgspec.ValidationError is a ValueError
-            raise CheckpointError(
-                "the quantization config is not valid", file=self._file, found=f"{error} {module}".strip()
-            ) from error
+            raise invalid_config(error, self._file, "extra_config" if changes else None) from error
 
 
 def _scheme(keys: _Keys) -> Scheme:

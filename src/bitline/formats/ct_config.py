@@ -12,6 +12,7 @@ import msgspec
 
 from bitline import types
 from bitline.errors import CheckpointError
+from bitline.formats._json import invalid_config
 from bitline.formats._patterns import Effort, Pattern, PatternError
 from bitline.types import ActSpec, ScalarType
 
@@ -181,11 +182,12 @@ def parse(raw: Mapping[str, Any], file: Path) -> Schemes:
     try:
         config = msgspec.convert(raw, Config)
     except msgspec.ValidationError as error:
-        raise CheckpointError("the quantization config is not valid", file=file, found=error) from error
+        raise invalid_config(error, file) from error
     if transforms := (config.transform_config or {}).get("config_groups", config.transform_config):
         raise CheckpointError(
             "the weights were rotated and the model must undo it as it runs, which is not supported; the rotation would be lost",
-            file=file, found=f"transform_config {str(transforms)[:200]}", expected="no transform_config",
+            file=file, field="transform_config", found=f"transform_config {str(transforms)[:200]}",
+            expected="no transform_config",
             fix="quantize again without transforms (SpinQuant, QuIP, R1..R4)",
         )  # fmt: skip
     sparse = str((config.sparsity_config or {}).get("format") or "dense")
@@ -194,27 +196,28 @@ def parse(raw: Mapping[str, Any], file: Path) -> Schemes:
         if name not in _DECLARED:
             reason = f" ({_REFUSED[name]})" if name in _REFUSED else ""
             raise CheckpointError(
-                f"format {name}{reason} is not supported yet", file=file, found=name, expected=f"one of {', '.join(FORMATS)}"
-            )
+                f"format {name}{reason} is not supported yet", file=file, field="format", found=name,
+                expected=f"one of {', '.join(FORMATS)}",
+            )  # fmt: skip
     rules: list[Rule] = []
     effort = Effort()
     for name, group in config.config_groups.items():
         try:
             scheme = _scheme(name, group, config.format)
         except ValueError as error:
-            raise CheckpointError(
-                "the quantization config is not valid", file=file, found=f"{error} at config_groups.{name}"
-            ) from error
+            raise invalid_config(error, file, f"config_groups.{name}") from error
         targets = group.targets if isinstance(group, Group) else group
-        rules += [_rule(t, scheme, file, effort) for t in targets if scheme is not None]
-    return Schemes(rules, [_rule(t, None, file, effort) for t in config.ignore or ()], config.version)
+        rules += [_rule(t, scheme, file, effort, f"config_groups.{name}.targets") for t in targets if scheme is not None]
+    return Schemes(rules, [_rule(t, None, file, effort, "ignore") for t in config.ignore or ()], config.version)
 
 
-def _rule(target: str, scheme: Scheme | None, file: Path, effort: Effort) -> Rule:
+def _rule(target: str, scheme: Scheme | None, file: Path, effort: Effort, field: str) -> Rule:
     try:
         return Rule(target, scheme, Pattern(target[3:], effort) if target.startswith("re:") else None)
     except PatternError as error:
-        raise CheckpointError("a target is not a regular expression", file=file, found=f"{target!r}: {error}") from error
+        raise CheckpointError(
+            "a target is not a regular expression", file=file, field=field, found=f"{target!r}: {error}"
+        ) from error
 
 
 def _scheme(name: str, group: Group | list[str], overall: str | None) -> Scheme | None:

@@ -17,6 +17,7 @@ from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats._hints import Hints
 from bitline.formats._intconfig import AUTO_ROUND
+from bitline.formats._json import invalid_config
 from bitline.formats._layer import E8M0, FLOATS, NUMBER, Layer
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.config import find_quantization, quantization_config
@@ -108,7 +109,7 @@ def _parse(raw: Mapping[str, Any], file: Path) -> _Config:
         config = msgspec.convert(raw, _Config)
         _ = config.block
     except (msgspec.ValidationError, ValueError) as error:
-        raise CheckpointError("the quantization config is not valid", file=file, found=error) from error
+        raise invalid_config(error, file) from error
     return config
 
 

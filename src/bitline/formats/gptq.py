@@ -60,30 +60,32 @@ def _layout(config: Mapping[str, Any], file: Path) -> Layout:
     if known is not None:
         act_bits = config.get("act_bits")
         if isinstance(act_bits, int) and act_bits < 16:
-            raise _refused(file, "AutoRound's GPTQ layout with quantized activations", f"act_bits {act_bits}")
+            raise _refused(file, "act_bits", "AutoRound's GPTQ layout with quantized activations", f"act_bits {act_bits}")
         return Layout(f"auto-round {known}", known == "gptq v1")  # AutoRound's 5, 6 and 7 bits are a bit stream
     words = config.get("pack_dtype")
     if words is not None and str(words).removeprefix("torch.") != "int32":
-        raise _refused(file, "words of this size", f"pack_dtype {words!r}", "int32")
+        raise _refused(file, "pack_dtype", "words of this size", f"pack_dtype {words!r}", "int32")
     named = [str(config[key]).lower() for key in ("checkpoint_format", "format") if config.get(key) is not None]
     if len(set(named)) > 1:
         raise CheckpointError(
-            "checkpoint_format and format contradict each other", file=file, found=" and ".join(named), expected="one of them"
-        )
+            "checkpoint_format and format contradict each other", file=file, field="checkpoint_format",
+            found=" and ".join(named), expected="one of them",
+        )  # fmt: skip
     label = named[0] if named else "gptq"
     if config.get("is_marlin_format") is True:
         label = "marlin"
     if label not in FORMATS:
-        raise _refused(file, "this checkpoint_format of GPTQ", repr(label), ", ".join(FORMATS))
+        raise _refused(file, "checkpoint_format", "this checkpoint_format of GPTQ", repr(label), ", ".join(FORMATS))
     if label == "gptq_p":
         return Layout("gptq planar", False, (3, 5, 6, 7))
     return Layout("gptq v1" if label == "gptq" else "gptq v2", label == "gptq", (5, 6, 7))
 
 
-def _refused(file: Path, what: str, found: str, expected: str | None = None) -> CheckpointError:
+def _refused(file: Path, field: str, what: str, found: str, expected: str | None = None) -> CheckpointError:
     return CheckpointError(
-        f"{what} is not supported yet", file=file, found=found, expected=expected, fix="save the model in checkpoint_format gptq"
-    )
+        f"{what} is not supported yet", file=file, field=field, found=found, expected=expected,
+        fix="save the model in checkpoint_format gptq",
+    )  # fmt: skip
 
 
 def _record(m: IntModule, layout: Layout) -> LayerRecord:

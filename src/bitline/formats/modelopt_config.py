@@ -11,7 +11,7 @@ import msgspec
 
 from bitline import types
 from bitline.errors import CheckpointError
-from bitline.formats._json import read_config
+from bitline.formats._json import invalid_config, read_config
 from bitline.formats._layer import Layer
 from bitline.formats.base import TensorSource
 from bitline.formats.config import find_quantization
@@ -88,14 +88,18 @@ class Algorithms:
         config, more = self._parse(raw, self.file), self._parse(side, self.file.with_name(_SIDE))
         names = [c.quant_algo.upper() for c in (config, more) if c.quant_algo is not None]
         if len(set(names)) > 1:
-            raise self._error(f"{self.file.name} and {_SIDE} name different algorithms", " and ".join(names), "the same")
+            raise self._error(
+                "quant_algo", f"{self.file.name} and {_SIDE} name different algorithms", " and ".join(names), "the same"
+            )
         name = names[0] if names else _BY_METHOD.get(raw["quant_method"])
         self.left_alone = [*(config.ignore or config.exclude_modules or ()), *(more.exclude_modules or ())]
         size = config.group_size if config.group_size is not None else more.group_size
         self._overall = None if name in (None, _MIXED) else self._algorithm(str(name), size)
         layers = config.quantized_layers or more.quantized_layers or {}
         if name == _MIXED and not layers:
-            raise self._error("mixed precision without the algorithms of its layers", "no quantized_layers", "an object")
+            raise self._error(
+                "quantized_layers", "mixed precision without the algorithms of its layers", "no quantized_layers", "an object"
+            )
         self._layers = {module: self._algorithm(layer.quant_algo, layer.group_size) for module, layer in layers.items()}
 
     def of(self, module: Layer, kind: str) -> Algorithm:
@@ -122,23 +126,25 @@ class Algorithms:
             return {}
         quantization = read_config(file).get("quantization") or {}
         if not isinstance(quantization, Mapping):
-            raise CheckpointError("quantization is not an object", file=file, found=type(quantization).__name__)
+            raise CheckpointError(
+                "quantization is not an object", file=file, field="quantization", found=type(quantization).__name__
+            )
         return quantization
 
     def _parse(self, raw: Mapping[str, Any], file: Path) -> _Config:
         try:
             return msgspec.convert(raw, _Config)
         except msgspec.ValidationError as error:
-            raise CheckpointError("the quantization config is not valid", file=file, found=error) from error
+            raise invalid_config(error, file) from error
 
     def _algorithm(self, name: str, group_size: int | None) -> Algorithm:
         upper = name.upper()
         if upper not in _KNOWN:
-            raise self._error(f"ModelOpt's algorithm {name!r} is not supported yet", repr(name), ", ".join(_KNOWN))
+            raise self._error("quant_algo", f"ModelOpt's algorithm {name!r} is not supported yet", repr(name), ", ".join(_KNOWN))
         size = group_size or 0
         if size < 0 or (size != 32 and size and _KNOWN[upper][0] in _ONE_SIZE):
-            raise self._error(f"group_size of {upper} is not valid", group_size, "32" if size > 0 else "1 or more")
+            raise self._error("group_size", f"group_size of {upper} is not valid", group_size, "32" if size > 0 else "1 or more")
         return Algorithm(upper, size)
 
-    def _error(self, what: str, found: object, expected: object) -> CheckpointError:
-        return CheckpointError(what, file=self.file, found=found, expected=expected)
+    def _error(self, field: str, what: str, found: object, expected: object) -> CheckpointError:
+        return CheckpointError(what, file=self.file, field=field, found=found, expected=expected)

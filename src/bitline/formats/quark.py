@@ -54,14 +54,21 @@ class _Rules:
         export = self._object(config, "export")
         self.order = export.get("pack_method") or "reorder"
         if self.order not in ("reorder", "order"):
-            raise self.error("pack_method is not known", repr(self.order), "'reorder' or 'order'")
+            raise self.error("export.pack_method", "pack_method is not known", repr(self.order), "'reorder' or 'order'")
         if export.get("weight_format") not in (None, "real_quantized"):
-            raise self.error("weights are not stored quantized", repr(export.get("weight_format")), "'real_quantized'")
+            raise self.error(
+                "export.weight_format", "weights are not stored quantized", repr(export.get("weight_format")), "'real_quantized'"
+            )
         self._global = self._object(config, "global_quant_config")
         self._by_name = self._object(config, "layer_quant_config")
         self._linear = self._object(self._object(config, "layer_type_quant_config"), "Linear")
         if len(self._by_name) > _MOST_PATTERNS or any(len(p) > _LONGEST_PATTERN for p in self._by_name):
-            raise self.error("layer_quant_config is too large", f"{len(self._by_name)} patterns", f"{_MOST_PATTERNS} short ones")
+            raise self.error(
+                "layer_quant_config",
+                "layer_quant_config is too large",
+                f"{len(self._by_name)} patterns",
+                f"{_MOST_PATTERNS} short ones",
+            )
 
     def of(self, module: str) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
         """A module's layer config, and its weight's specs: one, or one and another for its scales."""
@@ -71,10 +78,10 @@ class _Rules:
             layer = self._linear
         for part in ("bias", "output_tensors"):
             if layer.get(part) is not None:
-                raise self.error(f"{part} of a layer is quantized, which is not supported yet", module, f"{part}: null")
+                raise self.error(part, f"{part} of a layer is quantized, which is not supported yet", module, f"{part}: null")
         specs = self.specs(layer, "weight")
         if not specs:
-            raise self.error("the config does not say how a layer's weight is quantized", module, "a weight spec")
+            raise self.error("weight", "the config does not say how a layer's weight is quantized", module, "a weight spec")
         return layer, specs
 
     def specs(self, layer: Mapping[str, Any], part: str) -> list[Mapping[str, Any]]:
@@ -82,18 +89,20 @@ class _Rules:
         found = layer.get(part)
         specs = found if isinstance(found, list) else [] if found is None else [found]
         if len(specs) > 2 or not all(isinstance(spec, Mapping) for spec in specs):
-            raise self.error(f"{part} is not a spec, nor two of them", type(found).__name__, "an object with dtype and qscheme")
+            raise self.error(
+                part, f"{part} is not a spec, nor two of them", type(found).__name__, "an object with dtype and qscheme"
+            )
         return specs
 
     def _object(self, config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         found = config.get(key)
         if found is not None and not isinstance(found, Mapping):
-            raise self.error(f"{key} is not an object", type(found).__name__, None)
+            raise self.error(key, f"{key} is not an object", type(found).__name__, None)
         return found or {}
 
-    def error(self, what: str, found: object, expected: object) -> CheckpointError:
+    def error(self, field: str, what: str, found: object, expected: object) -> CheckpointError:
         """An error about the config."""
-        return CheckpointError(what, file=self.file, found=found, expected=expected)
+        return CheckpointError(what, file=self.file, field=field, found=found, expected=expected)
 
 
 class _Module(Layer):
