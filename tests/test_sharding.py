@@ -94,12 +94,12 @@ def test_every_layer_of_every_checkpoint(name):
         check_cuts(w.narrow(0, 1, w.spec.n - 1).narrow(1, 5, w.spec.k - 2), (3,))
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", gguf_blocks.BLOCKS)
 @pytest.mark.parametrize("k", [256, 768])
 def test_gguf(kind, k):
     import numpy as np
 
-    from formats.test_gguf import random_blocks
+    from formats.gguf_files import random_blocks
 
     raw = torch.from_numpy(random_blocks(kind, 5, k, np.random.default_rng(k)))
     w = gguf_blocks.to_weight(kind, raw, k)

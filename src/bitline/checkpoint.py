@@ -118,7 +118,9 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a folder (config.json and *.safetensors, or a single *.gguf), a .safetensors or a .gguf file.
+    """Open a folder (config.json and *.safetensors, or one model's *.gguf), a .safetensors or a .gguf file.
+
+    Of a GGUF model in several parts the first one, or the folder, is named.
 
     Reads config and headers, no tensor data. A CheckpointError says what is wrong with the path or the files, or that no
     reader knows the quantization method.
@@ -149,12 +151,13 @@ def _open_source(path: Path) -> TensorSource:
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix.lower() in (".gguf", ".safetensors"))
         ggufs = [p for p in files if p.suffix.lower() == ".gguf"]
-        if len(ggufs) != 1 or len(files) > 1:
-            if len(ggufs) > 1 and len(ggufs) == len(files):
-                names = ", ".join(p.name for p in ggufs[:4])
-                raise CheckpointError("several GGUF files in one folder", file=path, found=names, fix="name one of them")
+        if not ggufs or len(ggufs) != len(files):
             return SafetensorsSource(path)
-        path = ggufs[0]
+        first = importlib.import_module("bitline.formats._gguf_split").whole_model(ggufs)
+        if first is None:
+            names = ", ".join(p.name for p in ggufs[:4])
+            raise CheckpointError("several GGUF files in one folder", file=path, found=names, fix="name one of them")
+        path = first
     elif not path.exists():
         raise CheckpointError("no such file or folder", file=path, expected="a checkpoint folder, a .safetensors or a .gguf file")
     elif not path.is_file():

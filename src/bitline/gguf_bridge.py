@@ -88,7 +88,16 @@ class GGUFNames:
         return self.names.get(name)
 
     def module(self, name: str) -> str:
-        """The model's module of a quantized layer."""
+        """The model's module of a quantized layer; one of stacked experts, which transformers has none for, is a
+        CheckpointError.
+        """
+        stack = f"{name.rpartition('.')[0]}.weight"
+        if len(self.checkpoint.source.ggml.get(stack, ("", ()))[1]) == 3:  # type: ignore[attr-defined]
+            raise CheckpointError(
+                "quantized experts have no place in the model", file=self.checkpoint.source.tensors[stack].file, tensor=stack,
+                found=f"{name}, one of a stack", expected="linear layers of transformers",
+                fix="models with stacked experts are not run yet; inspect, explain and dequantize work",
+            )  # fmt: skip
         return self.names.get(f"{name}.weight", name).removesuffix(".weight")
 
     def convert(self, name: str, tensor: Tensor) -> Tensor:

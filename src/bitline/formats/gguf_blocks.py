@@ -1,8 +1,12 @@
 """GGUF's quantized blocks as canonical weights, with nothing requantized.
 
-A GGUF row is a run of blocks that each hold their scales and 32 or 256 codes. Within a block the codes are in half
+A GGUF row is a run of blocks that each hold their scales and 32 to 256 codes. Within a block the codes are in half
 order (low nibbles first, then the high nibbles of the same bytes) with the fifth and sixth bits kept apart; the
-canonical weight wants one sequential bit stream. Both hold the same numbers.
+canonical weight wants one sequential bit stream. Both hold the same numbers. Types whose codes are numbers of vectors
+are in gguf_grids.py.
+
+Scales keep ggml's factors apart where it multiplies them in float32: none of its products loses a bit there (11 bits of
+d, at most 8 of a block's scale, at most 7 of a value), so that the order in which they are multiplied is no matter.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ import torch
 from torch import Tensor
 
 from bitline import bits, types
+from bitline.errors import WeightError
+from bitline.formats import gguf_grids
+from bitline.formats.gguf_grids import half
 from bitline.types import LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
 
@@ -27,8 +34,9 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
     24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
     29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
 }  # fmt: skip
+SIZES = {name: (weights, nbytes) for name, weights, nbytes in GGML_TYPES.values()}
 
 # Numbers that ggml gave out and took back; files with them need an old llama.cpp.
 RETIRED_TYPES: dict[int, str] = {
@@ -47,38 +55,50 @@ class BlockType:
 
     codes: blocks uint8 [n, blocks, bytes] to packed canonical rows uint8 [n, K * bits / 8].
     scales: the same blocks to the scale tensors of QuantizedWeight, by field name, each [n, grid columns].
+    coarse: columns of a block of the second scale, 0 where there is none, -1 where there is one for the whole weight.
     """
 
     weight: ScalarType
     group: int
-    zero: Literal["none", "float"]
     scale_dtype: torch.dtype
-    super_block: bool
     codes: Callable[[Tensor], Tensor]
     scales: Callable[[Tensor], dict[str, Tensor]]
+    coarse: int = 0
+    zero: Literal["none", "float"] = "none"
 
-    def spec(self, n: int, k: int, *, bias: bool = False) -> LinearSpec:
-        """The spec of an [n, k] weight of this type. K must be a multiple of the block."""
+    def spec(self, n: int, k: int, *, bias: bool = False, scaled: bool = False) -> LinearSpec:
+        """The spec of an [n, k] weight of this type. K must be a multiple of the block. scaled: a factor comes with it."""
         return LinearSpec(
-            n, k, self.weight, (1, self.group), scale_dtype=self.scale_dtype, zero=self.zero,
-            scale2_block=(1, 256) if self.super_block else None, bias=bias,
+            n, k, self.weight, (1, self.group), scale_dtype=self.scale_dtype, zero=self.zero, bias=bias,
+            scale2_block=(1, self.coarse) if self.coarse > 0 else (n, k) if self.coarse or scaled else None,
         )  # fmt: skip
 
 
-def to_weight(kind: str, raw: Tensor, k: int, bias: Tensor | None = None, origin: str = "") -> QuantizedWeight:
+def to_weight(
+    kind: str, raw: Tensor, k: int, bias: Tensor | None = None, origin: str = "", factor: float | None = None
+) -> QuantizedWeight:
     """Rows of GGUF blocks, uint8 [N, K / block * bytes], as a canonical weight; its dequantized values are ggml's own.
 
-    kind: a key of BLOCKS. Codes are re-laid a chunk of rows at a time, so little memory is needed beside the result.
+    kind: a key of BLOCKS. factor: what the whole weight is multiplied by, which goes into the second scale. Rows are taken
+    apart a chunk at a time, so little memory is needed beside the result. The IQ types but IQ4 need the gguf package.
     """
-    block, (_, size, nbytes) = BLOCKS[kind], next(t for t in GGML_TYPES.values() if t[0] == kind)
+    block, (size, nbytes) = BLOCKS[kind], SIZES[kind]
     n = raw.shape[0]
     blocks = raw.view(n, k // size, nbytes)
     codes = torch.empty(n, bits.row_bytes(k, block.weight.bits), dtype=torch.uint8)
+    parts: list[dict[str, Tensor]] = []
     step = bits.rows_per_chunk(k)
     for r in range(0, n, step):
         codes[r : r + step] = block.codes(blocks[r : r + step])
-    spec = block.spec(n, k, bias=bias is not None)
-    return QuantizedWeight(spec, codes, bias=bias, origin=origin, **block.scales(blocks))
+        parts.append(block.scales(blocks[r : r + step]))
+    scales = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if block.coarse <= 0 and (block.coarse or factor is not None):
+        one = torch.tensor([[1.0 if factor is None else factor]], dtype=torch.float64)
+        scales |= {"scale2": one} | ({"offset2": one} if "offset" in scales else {})
+    elif factor is not None:
+        scales |= {name: scales[name].float() * factor for name in ("scale2", "offset2") if name in scales}
+    spec = block.spec(n, k, bias=bias is not None, scaled=factor is not None)
+    return QuantizedWeight(spec, codes, bias=bias, origin=origin, **scales)
 
 
 # ---- codes ---------------------------------------------------------------------------------------------------------
@@ -97,13 +117,9 @@ def _spread(qs: Tensor, shifts: range, mask: int) -> Tensor:
     return torch.stack([(qs >> s) & mask for s in shifts], -2)
 
 
-# The eight bits of every byte value, a byte each and lowest first: one look-up instead of eight passes over short runs.
-_BITS = ((torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1).to(torch.uint8).view(torch.int64).squeeze(1)
-
-
 def _q5_legacy(high: Tensor, low: Tensor) -> Tensor:
     """Q5_0 and Q5_1: bit j of the 32-bit word `high` is element j's fifth bit."""
-    fifth = _BITS[high.int()].view(torch.uint8)
+    fifth = gguf_grids.BITS[high.int()].view(torch.uint8)
     codes = _spread(low, range(0, 8, 4), 15).flatten(-2) | (fifth << 4)
     return bits.pack(codes.flatten(1), 5)
 
@@ -122,20 +138,77 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return bits.pack((low | (high << 4)).flatten(1), 6)
 
 
+def _twos(qs: Tensor) -> Tensor:
+    """Each run of 32 bytes holds elements j, j + 32, j + 64 and j + 96, uint8 [n, blocks, 2, 4, 32]."""
+    return _spread(qs.unflatten(-1, (2, 32)), range(0, 8, 2), 3)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    """Bit j of byte l of hmask is the third bit of element 32 * j + l."""
+    third = _spread(blocks[..., 0:32], range(8), 1)
+    return bits.pack((_twos(blocks[..., 32:96]).flatten(-3) | (third << 2).flatten(-2)).flatten(1), 3)
+
+
+_POWERS = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8).unsqueeze(-1)
+
+
+def _tq1_0(blocks: Tensor) -> Tensor:
+    """Five base-3 digits a byte, stored as a fraction of 256: times 3**i, modulo 256, the next digit is the top of it."""
+    runs = ((blocks[..., 0:32], 5), (blocks[..., 32:48], 5), (blocks[..., 48:52], 4))
+    rest = torch.cat([(run.unsqueeze(-2) * _POWERS[:count]).flatten(-2) for run, count in runs], -1)
+    digit = (rest > 85).to(torch.uint8).add_(rest > 170)  # rest * 3 // 256
+    return bits.pack(digit.flatten(1), 2)
+
+
+# Bytes of two E2M1 codes without minus zero, code 8: ggml's table has a zero in its place.
+_PLUS_ZERO = torch.tensor([0 if code == 8 else code for code in range(16)], dtype=torch.uint8)
+_PLUS_ZERO = (_PLUS_ZERO.unsqueeze(1) << 4 | _PLUS_ZERO).flatten()
+
+
+def _e2m1(qs: Tensor, half: int) -> Tensor:
+    return _nibbles(_PLUS_ZERO[qs.int()], half)
+
+
 # ---- scales --------------------------------------------------------------------------------------------------------
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of every block, [n, blocks]."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
-
-
-def _one(blocks: Tensor) -> dict[str, Tensor]:
-    return {"scale": _half(blocks, 0)}
+def _at(at: int) -> Callable[[Tensor], dict[str, Tensor]]:
+    """A float16 scale at this byte."""
+    return lambda blocks: {"scale": half(blocks, at)}
 
 
 def _scale_and_min(blocks: Tensor) -> dict[str, Tensor]:
-    return {"scale": _half(blocks, 0), "offset": _half(blocks, 2)}
+    return {"scale": half(blocks, 0), "offset": half(blocks, 2)}
+
+
+def _q2_k_scales(blocks: Tensor) -> dict[str, Tensor]:
+    """Sixteen bytes of a 4-bit scale and a 4-bit minimum, W = d * scale * q - dmin * min."""
+    both = blocks[..., 0:16].flatten(1)
+    return {"scale": both & 15, "scale2": half(blocks, 80), "offset": both >> 4, "offset2": -half(blocks, 82)}
+
+
+def _q3_k_scales(blocks: Tensor) -> dict[str, Tensor]:
+    """Sixteen 6-bit scales minus 32: nibbles of eight bytes, and the upper bits in four."""
+    low, high = _spread(blocks[..., 96:104], range(0, 8, 4), 15), _spread(blocks[..., 104:108], range(0, 8, 2), 3)
+    scale = (low.flatten(-2) | (high.flatten(-2) << 4)).sub_(32).view(torch.int8)
+    return {"scale": scale.flatten(1), "scale2": half(blocks, 108)}
+
+
+def _iq4_xs_scales(blocks: Tensor) -> dict[str, Tensor]:
+    """Eight 6-bit scales minus 32: nibbles of four bytes, and the upper bits in two."""
+    low, high = gguf_grids.fields(blocks[..., 4:8], 4), gguf_grids.fields(blocks[..., 2:4], 2)
+    return {"scale": (low | (high << 4)).sub_(32).view(torch.int8).flatten(1), "scale2": half(blocks, 0)}
+
+
+def _nvfp4_scales(blocks: Tensor) -> dict[str, Tensor]:
+    """Four unsigned E4M3 numbers, of which ggml reads the one that stands for NaN as 0."""
+    scale = blocks[..., 0:4].flatten(1)
+    if bool((bad := scale > 127).any()):
+        raise WeightError(
+            "a scale of NVFP4 is not an unsigned E4M3 number", field="scale", found=f"{int(bad.sum())} bytes above 127",
+            expected="bytes 0..127",
+        )  # fmt: skip
+    return {"scale": torch.where(scale == 127, 0, scale).view(torch.float8_e4m3fn)}
 
 
 def _six_bit(blocks: Tensor) -> dict[str, Tensor]:
@@ -145,23 +218,47 @@ def _six_bit(blocks: Tensor) -> dict[str, Tensor]:
     minimum = torch.cat((second & 63, (third >> 4) | ((second >> 2) & 48)), -1)
     # The sign goes to the coarse factor: negating is exact, so d*q + (-dmin)*m is ggml's d*q - dmin*m to the last bit.
     return {
-        "scale": scale.flatten(1), "scale2": _half(blocks, 0), "offset": minimum.flatten(1), "offset2": -_half(blocks, 2),
+        "scale": scale.flatten(1), "scale2": half(blocks, 0), "offset": minimum.flatten(1), "offset2": -half(blocks, 2),
     }  # fmt: skip
 
 
 def _signed_scales(blocks: Tensor) -> dict[str, Tensor]:
-    return {"scale": blocks[..., 192:208].flatten(1).view(torch.int8), "scale2": _half(blocks, 208)}
+    return {"scale": blocks[..., 192:208].flatten(1).view(torch.int8), "scale2": half(blocks, 208)}
 
 
 _f16, _u8, _i8 = torch.float16, torch.uint8, torch.int8
 BLOCKS: dict[str, BlockType] = {
-    "Q4_0": BlockType(types.uint4b8, 32, "none", _f16, False, lambda b: _nibbles(b[..., 2:18], 16), _one),
-    "Q4_1": BlockType(types.uint4, 32, "float", _f16, False, lambda b: _nibbles(b[..., 4:20], 16), _scale_and_min),
-    "Q5_0": BlockType(types.uint5b16, 32, "none", _f16, False, lambda b: _q5_legacy(b[..., 2:6], b[..., 6:22]), _one),
-    "Q5_1": BlockType(types.uint5, 32, "float", _f16, False, lambda b: _q5_legacy(b[..., 4:8], b[..., 8:24]), _scale_and_min),
-    "Q8_0": BlockType(types.int8, 32, "none", _f16, False, lambda b: b[..., 2:34].flatten(1), _one),
-    "Q4_K": BlockType(types.uint4, 32, "float", _u8, True, lambda b: _nibbles(b[..., 16:144], 32), _six_bit),
-    "Q5_K": BlockType(types.uint5, 32, "float", _u8, True, _q5_k, _six_bit),
-    "Q6_K": BlockType(types.uint6b32, 16, "none", _i8, True, _q6_k, _signed_scales),
-}
+    "Q1_0": BlockType(types.binary, 128, _f16, lambda b: b[..., 2:18].flatten(1), _at(0)),
+    "Q2_0": BlockType(types.uint2b1, 64, _f16, lambda b: b[..., 2:18].flatten(1), _at(0)),
+    "Q4_0": BlockType(types.uint4b8, 32, _f16, lambda b: _nibbles(b[..., 2:18], 16), _at(0)),
+    "Q4_1": BlockType(types.uint4, 32, _f16, lambda b: _nibbles(b[..., 4:20], 16), _scale_and_min, zero="float"),
+    "Q5_0": BlockType(types.uint5b16, 32, _f16, lambda b: _q5_legacy(b[..., 2:6], b[..., 6:22]), _at(0)),
+    "Q5_1": BlockType(types.uint5, 32, _f16, lambda b: _q5_legacy(b[..., 4:8], b[..., 8:24]), _scale_and_min, zero="float"),
+    "Q8_0": BlockType(types.int8, 32, _f16, lambda b: b[..., 2:34].flatten(1), _at(0)),
+    "Q2_K": BlockType(types.uint2, 16, _u8, lambda b: bits.pack(_twos(b[..., 16:80]).flatten(1), 2), _q2_k_scales, 256, "float"),
+    "Q3_K": BlockType(types.uint3b4, 16, _i8, _q3_k, _q3_k_scales, 256),
+    "Q4_K": BlockType(types.uint4, 32, _u8, lambda b: _nibbles(b[..., 16:144], 32), _six_bit, 256, "float"),
+    "Q5_K": BlockType(types.uint5, 32, _u8, _q5_k, _six_bit, 256, "float"),
+    "Q6_K": BlockType(types.uint6b32, 16, _i8, _q6_k, _signed_scales, 256),
+    "Q8_K": BlockType(
+        types.int8, 256, torch.float32, lambda b: b[..., 4:260].flatten(1),
+        lambda b: {"scale": b[..., 0:4].contiguous().view(torch.float32).squeeze(-1)},
+    ),
+    "TQ1_0": BlockType(types.uint2b1, 256, _f16, _tq1_0, _at(52)),
+    "TQ2_0": BlockType(types.uint2b1, 256, _f16, lambda b: bits.pack(_twos(b[..., 0:64]).flatten(1), 2), _at(64)),
+    "MXFP4": BlockType(
+        types.float4_e2m1, 32, torch.float8_e8m0fnu, lambda b: _e2m1(b[..., 1:17], 16),
+        lambda b: {"scale": b[..., 0].contiguous().view(torch.float8_e8m0fnu)},
+    ),
+    "NVFP4": BlockType(types.float4_e2m1, 16, torch.float8_e4m3fn, lambda b: _e2m1(b[..., 4:36], 8), _nvfp4_scales, -1),
+    "IQ1_S": BlockType(types.uint2, 32, _u8, gguf_grids.iq1_s, gguf_grids.iq1_s_scales, 256, "float"),
+    "IQ1_M": BlockType(types.iq1_m, 16, _u8, gguf_grids.iq1_m, gguf_grids.iq1_m_scales, 256),
+    "IQ2_XXS": BlockType(types.iq2, 32, _u8, gguf_grids.iq2_xxs, gguf_grids.iq2_xxs_scales, 256),
+    "IQ2_XS": BlockType(types.iq2, 16, _u8, gguf_grids.iq2_xs, gguf_grids.odd_scales(66, 74), 256),
+    "IQ2_S": BlockType(types.iq2, 16, _u8, gguf_grids.iq2_s, gguf_grids.odd_scales(74, 82), 256),
+    "IQ3_XXS": BlockType(types.iq3_xxs, 32, _u8, gguf_grids.iq3_xxs, gguf_grids.iq3_xxs_scales, 256),
+    "IQ3_S": BlockType(types.iq3_s, 32, _u8, gguf_grids.iq3_s, gguf_grids.odd_scales(106, 110), 256),
+    "IQ4_NL": BlockType(types.iq4_nl, 32, _f16, lambda b: _nibbles(b[..., 2:18], 16), _at(0)),
+    "IQ4_XS": BlockType(types.iq4_nl, 32, _i8, lambda b: _nibbles(b[..., 8:136], 16), _iq4_xs_scales, 256),
+}  # fmt: skip
 SUPPORTED = ", ".join(BLOCKS)
