@@ -93,7 +93,7 @@ def _four_bits(source: TensorSource, module: str, kind: str, config: Mapping[str
         layer.need("weight.nested_quant_map", (torch.float32,), ((256,),))
         scale_dtype = torch.float32
     configured = config.get("bnb_4bit_quant_type")
-    if configured in _TYPES and configured != kind:
+    if isinstance(configured, str) and configured in _TYPES and configured != kind:
         layer.oddities.append(f"the config says {configured}, the tensors are {kind}")
     scalar = _TYPES[kind]
     # Blocks run over the ends of rows where K is not made of whole ones: then a scale is repeated for each common part.
