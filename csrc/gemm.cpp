@@ -34,16 +34,13 @@ void* reserve(Scratch& s, size_t bytes) {
 
 size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 
-// Register tiles of the narrow path: the next size that has a kernel.
-int64_t padded_rows(int64_t m) { return m <= 2 ? m : m <= 4 ? 4 : m <= 8 ? 8 : 12; }
-
 constexpr int64_t kMostRows = 1024;     // rows of one pass
 constexpr int64_t kSerialWords = 1 << 15;  // an input up to this many words is prepared by the calling thread
 
 Mode mode_of(const Meta& w, int dtype, const GemmTable& t) {
   // int32 sums of 255 * 128 hold 65,000 columns.
   if (w.act == kInt8 && w.integer && (w.width == 4 || w.width == 8) && w.kp <= 65000 && t.has(kI8Mode)) return kI8Mode;
-  if ((w.act != kPlain || dtype == kXB16) && t.has(kBF16Mode)) return kBF16Mode;
+  if ((dtype == kXB16 || (w.act != kPlain && !w.rounded)) && t.has(kBF16Mode)) return kBF16Mode;
   return kF32Mode;
 }
 
@@ -56,15 +53,15 @@ void tensor_scale(const Meta& w, const GemmTable& t, Call& c) {
   }
   float low, high;
   const bool finite = t.range(c.x, c.m * w.k, c.dtype, &low, &high);
-  quantizer(w.act, low, high, &c.tensor_scale, &c.tensor_zero);
+  quantizer(w, low, high, &c.tensor_scale, &c.tensor_zero);
   if (!finite) c.tensor_scale = __builtin_nanf("");
 }
 
 // Rows [0, c.m) of c.x. Returns 0, or -2 where there is no memory.
 int pass(Call& c, const GemmTable& t) {
   const Meta& w = *c.w;
-  c.padded = c.m <= kTile ? padded_rows(c.m) : 0;
-  const int64_t rows = c.padded ? c.padded : c.m, tiles = tiles_of(c);
+  c.wide = t.wide(c);
+  const int64_t rows = c.m, tiles = tiles_of(c);
   const bool direct = c.m == 1 && c.mode == kBF16Mode && w.act == kPlain && !w.map && w.kp == w.k && w.offset_type == kNone;
   size_t need = 0;
   const size_t words_at = need;
@@ -96,9 +93,9 @@ int pass(Call& c, const GemmTable& t) {
     }
   }
   if (failed) return -2;
-  const int64_t blocks = blocks_of(w), most = int64_t(threads()) * 8;
+  const int64_t blocks = blocks_of(w), most = int64_t(threads()) * 4;
   const int64_t tasks = blocks < most ? blocks : most;
-  const size_t own = kPanelBytes + size_t(c.padded ? 0 : c.m) * kRows * 4;
+  const size_t own = kPanelBytes + size_t(c.wide ? c.m : 0) * kRows * 4;
   parallel_for(tasks, [&](int64_t i) {
     uint32_t* panel = static_cast<uint32_t*>(reserve(own_part, own));
     if (panel == nullptr) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);

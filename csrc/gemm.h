@@ -36,7 +36,9 @@ struct Meta {
   int64_t act, reach;
   float input_scale;
   int32_t input_zero;
-  int64_t reserved[8];
+  float limit;     // what an absolute value counts as at most for a dynamic scale; infinity for no limit
+  int32_t rounded; // 1 where table16 rounds some value
+  int64_t reserved[7];
 };
 static_assert(sizeof(Meta) == 256);
 
@@ -57,7 +59,7 @@ struct Call {
   Dtype dtype;
   Mode mode;
   int64_t words;          // of one row
-  int64_t padded;         // where all rows are one tile: its rows, filled up with zeros to a size that has a kernel
+  bool wide;              // decode panels of the weight and multiply each with all tiles; else decode anew for each tile
   const uint32_t* xp;
   const float* sums;      // where there are offsets: the input summed over each group, laid out like xp
   const int32_t* starts;  // int8: -center * that sum
@@ -66,18 +68,17 @@ struct Call {
   int tensor_zero;
 };
 
-inline int64_t tiles_of(const Call& c) { return c.padded ? 1 : (c.m + kTile - 1) / kTile; }
+inline int64_t tiles_of(const Call& c) { return (c.m + kTile - 1) / kTile; }
 inline int64_t tile_start(const Call& c, int64_t t) {
   const int64_t n = tiles_of(c);
   return c.m / n * t + (t < c.m % n ? t : c.m % n);
 }
-// Rows of a tile as laid out.
-inline int64_t tile_rows(const Call& c, int64_t t) { return c.padded ? c.padded : tile_start(c, t + 1) - tile_start(c, t); }
-
 constexpr int64_t kPanelBytes = 1 << 14;  // of decoded weights; with a tile of the input it fits a first-level cache
 
 // Scale and zero point for numbers between low and high, as activations.py computes them.
-inline void quantizer(int64_t act, float low, float high, float* scale, int* zero) {
+inline void quantizer(const Meta& w, float low, float high, float* scale, int* zero) {
+  const int64_t act = w.act;
+  low = low < -w.limit ? -w.limit : low, high = high > w.limit ? w.limit : high;
   const float most = -low > high ? -low : high, tiny = 0x1p-23f;
   *zero = 0;
   if (act == kInt8Asym) {
@@ -100,6 +101,8 @@ struct GemmTable {
   // Smallest and largest of n numbers; false where one of them is not finite.
   bool (*range)(const void* x, int64_t n, Dtype dtype, float* low, float* high);
   bool (*has)(Mode mode);
+  // Whether panels are faster for a call; a measured number of rows.
+  bool (*wide)(const Call& c);
 };
 
 BITLINE_AVX2(namespace avx2 { extern const GemmTable gemm; })

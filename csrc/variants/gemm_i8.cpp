@@ -8,6 +8,8 @@ void gemm_f32(const Call& c, int64_t first, int64_t last, uint32_t* panel, float
 
 namespace {
 
+constexpr int64_t kNarrowRows = 72;
+
 void blocks(const Call& c, int64_t first, int64_t last, uint32_t* panel, float* out) {
   if (c.mode == kBF16Mode) return gemm_bf16(c, first, last, panel, out);
   if (c.mode == kF32Mode) return gemm_f32(c, first, last, panel, out);
@@ -17,8 +19,10 @@ void blocks(const Call& c, int64_t first, int64_t last, uint32_t* panel, float* 
 
 bool has(Mode) { return true; }
 
+bool wide(const Call& c) { return c.m > kNarrowRows; }
+
 }  // namespace
 
-extern const GemmTable gemm = {blocks, prepare, range, has};
+extern const GemmTable gemm = {blocks, prepare, range, has, wide};
 
 }  // namespace bitline::BITLINE_LEVEL

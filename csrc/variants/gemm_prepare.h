@@ -82,7 +82,7 @@ float quantize(const Call& c, float* v) {
   float low, high, scale = c.tensor_scale;
   int zero = c.tensor_zero;
   const bool finite = extent(v, w.k, &low, &high);
-  if (w.reach == kToken) quantizer(w.act, low, high, &scale, &zero);
+  if (w.reach == kToken) quantizer(w, low, high, &scale, &zero);
   if (!finite || scale != scale) {
     memset(v, 0, size_t(w.k) * 4);
     return __builtin_nanf("");
@@ -153,7 +153,7 @@ void interleave(const uint32_t* from, int64_t rows, int64_t words, int64_t strid
 
 void prepare(const Call& c, int64_t tile, float* room) {
   const Meta& w = *c.w;
-  const int64_t first = tile_start(c, tile), rows = tile_rows(c, tile), real = tile_start(c, tile + 1) - first;
+  const int64_t first = tile_start(c, tile), rows = tile_start(c, tile + 1) - first;
   const int64_t size = c.dtype == kX32 ? 4 : 2;
   float* sums = const_cast<float*>(c.sums) + first * w.groups;
   int32_t* starts = const_cast<int32_t*>(c.starts) + first * w.groups;
@@ -162,14 +162,6 @@ void prepare(const Call& c, int64_t tile, float* room) {
   uint32_t* rowwise = reinterpret_cast<uint32_t*>(room + 2 * w.kp);
   for (int64_t r = 0; r < rows; ++r) {
     uint32_t* out = rowwise + r * c.words;
-    if (r >= real) {
-      memset(out, 0, size_t(c.words) * 4);
-      for (int64_t g = 0; sum && g < w.groups; ++g) {
-        sums[g * rows + r] = 0;
-        if (int8) starts[g * rows + r] = 0;
-      }
-      continue;
-    }
     const uint8_t* x = static_cast<const uint8_t*>(c.x) + (first + r) * w.k * size;
     if (c.mode == kBF16Mode && w.act == kPlain && !w.map && !sum) {
       memcpy(out, x, size_t(w.k) * 2);
