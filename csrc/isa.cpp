@@ -49,7 +49,7 @@ Level detect() {
 Level detect() { return kPortable; }
 #endif
 
-Level built(Level found) {
+Level built([[maybe_unused]] Level found) {
 #ifndef BITLINE_HAS_AVX2
   return kPortable;
 #elif !defined(BITLINE_HAS_AVX512)

@@ -25,6 +25,7 @@ SIGNATURES = {
     "bitline_abi": "i", "bitline_isa": "i", "bitline_isa_highest": "i", "bitline_set_isa": "ii",
     "bitline_init": "is", "bitline_threads": "i", "bitline_empty_regions": "vll",
     "bitline_all_finite": "ipliu",
+    "bitline_transpose_words": "vplllpl", "bitline_awq_codes": "vplllpl", "bitline_ordered_words": "iplplilpl",
     "bitline_gemm": "iplpppi", "bitline_gemm_pack": "vpllip",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {

@@ -1,0 +1,100 @@
+// Square blocks of words, transposed in registers: the step that every repacking below ends with.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(BITLINE_LEVEL_avx2) || defined(BITLINE_LEVEL_avx512)
+#include <immintrin.h>
+#endif
+
+namespace bitline::BITLINE_LEVEL {
+namespace {
+
+#if defined(BITLINE_LEVEL_avx512)
+
+constexpr int kBlock = 16;
+using Words = __m512i;
+
+inline Words load(const uint32_t* p) { return _mm512_loadu_si512(p); }
+inline void store(uint32_t* p, Words x) { _mm512_storeu_si512(p, x); }
+
+// x[i] lane j becomes x[j] lane i: pairs of words, of double words, then of 128-bit lanes change places.
+inline void transpose_block(Words (&x)[16]) {
+  Words y[16];
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {  // 128-bit lane l of x[4 * g + i] is column 4 * l + i of rows 4 * g …
+    const Words a = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), b = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xDD);
+    const Words c = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88), d = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xDD);
+    y[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+    y[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
+    y[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
+    y[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
+  }
+  for (int i = 0; i < 16; ++i) x[i] = y[i];
+}
+
+#elif defined(BITLINE_LEVEL_avx2)
+
+constexpr int kBlock = 8;
+using Words = __m256i;
+
+inline Words load(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline void store(uint32_t* p, Words x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+
+inline void transpose_block(Words (&x)[8]) {
+  Words y[8];
+  for (int i = 0; i < 8; i += 2) {
+    y[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    x[i] = _mm256_unpacklo_epi64(y[i], y[i + 2]);
+    x[i + 1] = _mm256_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm256_unpacklo_epi64(y[i + 1], y[i + 3]);
+    x[i + 3] = _mm256_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    y[i] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x20);
+    y[i + 4] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x31);
+  }
+  for (int i = 0; i < 8; ++i) x[i] = y[i];
+}
+
+#else
+
+constexpr int kBlock = 8;
+struct Words {
+  uint32_t at[8];
+};
+
+inline Words load(const uint32_t* p) {
+  Words x;
+  for (int i = 0; i < 8; ++i) x.at[i] = p[i];
+  return x;
+}
+inline void store(uint32_t* p, Words x) {
+  for (int i = 0; i < 8; ++i) p[i] = x.at[i];
+}
+inline void transpose_block(Words (&x)[8]) {
+  for (int i = 0; i < 8; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const uint32_t word = x[i].at[j];
+      x[i].at[j] = x[j].at[i];
+      x[j].at[i] = word;
+    }
+  }
+}
+
+#endif
+
+}  // namespace
+}  // namespace bitline::BITLINE_LEVEL

@@ -1,0 +1,62 @@
+#include "words.h"
+
+#include <stdlib.h>
+
+#include "parallel.h"
+
+namespace bitline {
+namespace {
+
+// Columns of one task: a few cache lines of each row, so that memory is read in runs.
+constexpr int64_t kSlab = 128;
+
+const WordsTable& table() {
+  static constexpr const WordsTable* tables[kLevels] = {&portable::words, BITLINE_AVX2_TABLE(&avx2::words),
+                                                        BITLINE_AVX512_TABLE(&avx512::words), nullptr};
+  return pick(tables);
+}
+
+}  // namespace
+}  // namespace bitline
+
+using namespace bitline;
+
+// dst [columns, rows] = the transpose of src [rows, columns], words of 32 bits; strides in words.
+BITLINE_EXPORT void bitline_transpose_words(const uint32_t* src, int64_t stride, int64_t rows, int64_t columns, uint32_t* dst,
+                                            int64_t dst_stride) {
+  const WordsTable& f = table();
+  parallel_ranges(columns, kSlab, [&](int64_t begin, int64_t end) {
+    f.transpose(src + begin, stride, rows, end - begin, dst + begin * dst_stride, dst_stride);
+  });
+}
+
+// AWQ's 4-bit words src [k, columns] to rows of 8 codes a word, dst [8 * columns, ceil(k / 8)]; bits past k are zero.
+BITLINE_EXPORT void bitline_awq_codes(const uint32_t* src, int64_t stride, int64_t k, int64_t columns, uint32_t* dst,
+                                      int64_t dst_stride) {
+  const WordsTable& f = table();
+  parallel_ranges(columns, kSlab / 2, [&](int64_t begin, int64_t end) {
+    f.awq(src + begin, stride, k, end - begin, dst + 8 * begin * dst_stride, dst_stride);
+  });
+}
+
+// GPTQ's words src [k * width / 32, columns], width 1, 2, 4 or 8, to dst [columns, k * width / 32] whose code j is code perm[j].
+// k * width is a multiple of 32, every perm[j] is within [0, k). Returns -1 where there is no memory, else 0.
+BITLINE_EXPORT int bitline_ordered_words(const uint32_t* src, int64_t stride, const int32_t* perm, int64_t k, int width,
+                                         int64_t columns, uint32_t* dst, int64_t dst_stride) {
+  const int per = 32 / width;
+  Field* fields = static_cast<Field*>(malloc(size_t(k) * sizeof(Field)));
+  if (fields == nullptr) return -1;
+  for (int64_t j = 0; j < k; ++j) {
+    const int from = perm[j] % per, to = int(j % per);
+    fields[j] = {perm[j] / per, uint32_t((to - from + per) % per * width)};
+  }
+  const WordsTable& f = table();
+  // Every word of a task's columns is read `per` times in no order: they have to stay in a core's own cache.
+  int64_t slab = kSlab;
+  while (slab > 16 && slab * k * width / 8 > (256 << 10)) slab /= 2;
+  parallel_ranges(columns, slab, [&](int64_t begin, int64_t end) {
+    f.ordered(src + begin, stride, fields, width, k / per, end - begin, dst + begin * dst_stride, dst_stride);
+  });
+  free(fields);
+  return 0;
+}
