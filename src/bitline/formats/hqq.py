@@ -90,7 +90,7 @@ class _Module(Layer):
         def build() -> dict[str, Tensor]:
             scale, zero = self._floats()
             offset = -(zero * scale)
-            if axis == 1 and block[1] not in (size, k):  # groups run over the ends of rows where K is not made of whole ones
+            if axis == 1 and not whole and block[1] != size:  # groups run over the ends of rows where K is not made of whole ones
                 group = torch.arange(0, n * k, block[1]) // size
                 scale, offset = scale.index_select(0, group), offset.index_select(0, group)
             if block == (1, 1):  # row i of the packed matrix is every n * k / size-th weight
