@@ -100,6 +100,8 @@ def _four_bits(source: TensorSource, module: str, kind: str, config: Mapping[str
     size = math.gcd(state.k, state.block)
     spec = LinearSpec(state.n, state.k, scalar, (1, size), scale_dtype=scale_dtype, bias=layer.bias(state.n))
 
+    layer.afford(4 * spec.scale_count(), layer.main, "scales for every part of a row")
+
     def build() -> dict[str, Tensor]:
         table = layer.read("weight.quant_map")
         if not torch.equal(table, torch.tensor(scalar.values())):
@@ -108,7 +110,7 @@ def _four_bits(source: TensorSource, module: str, kind: str, config: Mapping[str
             raise layer.error(info, f"quant_map is not the table of {kind}", found, expected)
         scale = layer.read("weight.absmax") if state.nested_block is None else _nested(layer, state)
         if size != state.block:
-            scale = scale.index_select(0, torch.arange(0, state.n * state.k, size) // state.block)
+            scale = scale.repeat_interleave(state.block // size)[: state.n * state.k // size]
         return {"codes": _codes(layer.read("weight"), state), "scale": scale.reshape(spec.grid)}
 
     label = f"bitsandbytes {kind}" + ("" if state.nested_block is None else " nested")
@@ -161,8 +163,8 @@ def _nested(layer: Layer, state: _State) -> Tensor:
     """Scales that are 8-bit codes of a table, in blocks, float32 [scales]: rounded where the producer rounds."""
     assert state.nested_block is not None
     values = layer.read("weight.nested_quant_map").index_select(0, layer.read("weight.absmax").int())
-    block = torch.arange(state.scales) // state.nested_block
-    return values.mul_(layer.read("weight.nested_absmax").index_select(0, block)).add_(state.offset)
+    coarse = layer.read("weight.nested_absmax").repeat_interleave(min(state.nested_block, state.scales))
+    return values.mul_(coarse[: state.scales]).add_(state.offset)
 
 
 def _codes(stored: Tensor, state: _State) -> Tensor:
@@ -171,8 +173,13 @@ def _codes(stored: Tensor, state: _State) -> Tensor:
     flat = (flat << 4).bitwise_or_(flat >> 4)
     if state.k % 2 == 0:
         return flat.view(state.n, state.k // 2)
-    # Rows begin in the middle of bytes.
-    return bits.pack(bits.unpack(flat.unsqueeze(0), 4, state.n * state.k).reshape(state.n, state.k), 4)
+    out = torch.empty(state.n, bits.row_bytes(state.k, 4), dtype=torch.uint8)
+    step = 2 * bits.rows_per_chunk(2 * state.k)  # every second row begins in the middle of a byte
+    for r in range(0, state.n, step):
+        rows = min(step, state.n - r)
+        part = flat[r * state.k // 2 : -(-(r + rows) * state.k // 2)].unsqueeze(0)
+        out[r : r + rows] = bits.pack(bits.unpack(part, 4, rows * state.k).reshape(rows, state.k), 4)
+    return out
 
 
 def _eight_bits(source: TensorSource, module: str) -> LayerRecord:

@@ -84,6 +84,7 @@ class _Module(Layer):
         block = (n, k) if whole else (1, math.gcd(k, size)) if axis == 1 else (n, 1) if size == n else (1, 1)
         self._scales(1 if whole else n * k // size)
         spec = LinearSpec(n, k, scalar, block, zero="float", bias=self.bias(n))
+        self.afford(4 * spec.scale_count(), self.main, "scales for every part of a row")
         for suffix in _REST:
             self.find(suffix)
 
@@ -91,12 +92,11 @@ class _Module(Layer):
             scale, zero = self._floats()
             offset = -(zero * scale)
             if axis == 1 and not whole and block[1] != size:  # groups run over the ends of rows where K is not made of whole ones
-                group = torch.arange(0, n * k, block[1]) // size
-                scale, offset = scale.index_select(0, group), offset.index_select(0, group)
+                scale, offset = (part.repeat_interleave(size // block[1]) for part in (scale, offset))
             if block == (1, 1):  # row i of the packed matrix is every n * k / size-th weight
                 scale, offset = scale.repeat(size), offset.repeat(size)
-            codes = _unpack(self.read("W_q"), word, shifts, scalar.bits)[: n * k].view(n, k)
-            return {"codes": bits.pack(codes, scalar.bits), "scale": scale.view(spec.grid), "offset": offset.view(spec.grid)}
+            codes = _rows(self.read("W_q").reshape(-1).view(torch.uint8 if word == 8 else torch.int32), shifts, spec)
+            return {"codes": codes, "scale": scale.view(spec.grid), "offset": offset.view(spec.grid)}
 
         return self.record(f"hqq {packing}", spec, build, {"scale": ("scale", "zero_scale"), "offset": ("zero", "zero_scale")})
 
@@ -143,13 +143,19 @@ class _Module(Layer):
         return int(self.read(suffix).reshape(()))
 
 
-def _unpack(stored: Tensor, word: int, shifts: tuple[int, ...], width: int) -> Tensor:
-    """Words, of whatever dtype they are viewed as, to one code per byte, uint8 [codes]: slice by slice of the rows."""
-    words = stored.reshape(-1).view(torch.uint8 if word == 8 else torch.int32)
-    out = torch.empty(len(shifts), words.numel(), dtype=torch.uint8)
-    for i, shift in enumerate(shifts):
-        out[i] = (words >> shift) & ((1 << width) - 1)  # an arithmetic shift: the mask drops the copied sign
-    return out.view(-1)
+def _rows(words: Tensor, shifts: tuple[int, ...], spec: LinearSpec) -> Tensor:
+    """Words, whose fields are slices of the flattened weight, to canonical rows, uint8 [N, ceil(K*bits/8)]: a chunk at a time."""
+    n, k, width, count = spec.n, spec.k, spec.weight.bits, words.numel()
+    out = torch.empty(n, bits.row_bytes(k, width), dtype=torch.uint8)
+    step = bits.rows_per_chunk(k)
+    for r in range(0, n, step):
+        first, last = r * k, min(r + step, n) * k
+        parts = []
+        for i in range(first // count, -(-last // count)):
+            part = words[max(0, first - i * count) : last - i * count]
+            parts.append(((part >> shifts[i]) & ((1 << width) - 1)).to(torch.uint8))  # the mask drops the copied sign
+        out[r : r + step] = bits.pack(torch.cat(parts).view(-1, k), width)
+    return out
 
 
 READER = HQQReader()
