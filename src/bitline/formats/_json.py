@@ -51,7 +51,7 @@ def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False) -
     return value
 
 
-def invalid_config(error: ValueError, file: Path, place: str | None = None) -> CheckpointError:
+def invalid_config(error: Exception, file: Path, place: str | None = None) -> CheckpointError:
     """The error about a config that is not valid. place: where in it, unless a msgspec.ValidationError says so itself."""
     found = re.search(r" - at `\$\.?([^`]+)`$", str(error))
     field = place or (found[1] if found else "quantization_config")
