@@ -36,6 +36,8 @@ class Hints:
 
     def note(self, module: Layer) -> None:
         """Add an oddity where the list names a module whose tensors are quantized."""
+        if not self._names and not self._patterns:
+            return
         parts = module.base.split(".")
         named = any(".".join(parts[: i + 1]) in self._names for i in range(len(parts)))
         if named or any(p.match(module.base) for p in self._patterns):

@@ -259,14 +259,19 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
             "a tensor's bytes do not fit its shape", file=file, tensor=name, field="data_offsets", found=f"{nbytes} bytes",
             expected=f"{expected} for {label} {_short(shape)}", fix=_DAMAGED,
         )  # fmt: skip
-    if math.prod(max(1, size) for size in shape) >= 1 << 60:  # torch counts strides even where there is no element
+    if not nbytes and math.prod(max(1, size) for size in shape) >= 1 << 60:  # torch counts strides though there is no element
         raise CheckpointError("an empty tensor's shape is not valid", file=file, tensor=name, field="shape", found=_short(shape),
                               expected="a product of sizes below 2**60")  # fmt: skip
     return TensorInfo(name, dtype, tuple(shape), file, nbytes), offsets[0]
 
 
 def _integers(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+    if not isinstance(value, list):
+        return False
+    for v in value:  # a loop, since a header has a hundred thousand of these lists
+        if type(v) is not int or not 0 <= v < 1 << 63:
+            return False
+    return True
 
 
 def _short(value: Any) -> str:
