@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from bitline import Platform, QuantLinear, types
-from bitline.activations import quantize_input
-from bitline.kernels import torch_fp8
-from bitline.kernels.triton import w4a16
+from bitline.activations import fake_quantize, quantize_input
+from bitline.kernels import cutlass, torch_fp8
+from bitline.kernels.triton import scaled_mm, w4a16
+from bitline.kernels.triton.scaled_mm import TritonFp8BlockScaledMMKernel, TritonInt8ScaledMMLinearKernel
 from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
 from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
@@ -39,7 +40,28 @@ FP8 = [
     E4M3.replace(act=ActSpec(types.float8_e4m3fn, False, "tensor"), act_dtype=torch.float16, bias=True),
     E4M3.replace(act_dtype=torch.float16, bias=True),
 ]
+BLOCK = LinearSpec(
+    200, 330, types.float8_e4m3fn, (128, 128), scale_dtype=torch.float32, act=ActSpec(types.float8_e4m3fn, True, "group", 128)
+)
+BLOCKS = [
+    BLOCK, BLOCK.replace(bias=True, n=33), BLOCK.replace(block_offset=(72, 0)), BLOCK.replace(n=512, k=1024),
+    BLOCK.replace(act_dtype=torch.float16, block_offset=(0, 32)),
+    BLOCK.replace(
+        block=(1, 32), scale_dtype=torch.float8_e8m0fnu, act=ActSpec(types.float8_e4m3fn, True, "group", 32, scale="e8m0")
+    ),
+]  # fmt: skip
+INT8 = LinearSpec(200, 520, types.int8, (1, 520), act=ActSpec(types.int8))
+INT8S = [
+    INT8,
+    INT8.replace(block=(200, 520), bias=True, act=ActSpec(types.int8, True, "tensor")),
+    INT8.replace(n=512, k=1024, block=(1, 1024)),
+    INT8.replace(act=ActSpec(types.int8, True, "token", 0, False), act_dtype=torch.float16),
+    INT8.replace(act=ActSpec(types.int8, False, "tensor", 0, False), act_dtype=torch.float32),
+    INT8.replace(act=ActSpec(types.int8, False, "tensor"), weight=types.uint4b8),
+    INT8.replace(act_order=True, n=33, k=77, block=(1, 77)),
+]
 FP8_KERNELS = [
+    cutlass.CutlassFP8ScaledMMLinearKernel,
     torch_fp8.PerTensorTorchFP8ScaledMMLinearKernel,
     torch_fp8.RowWiseTorchFP8ScaledMMLinearKernel,
     torch_fp8.ChannelWiseTorchFP8ScaledMMLinearKernel,
@@ -60,6 +82,38 @@ def test_triton_conformance(spec):
 def test_fp8_conformance(kernel):
     report = check_kernel(kernel, FP8, device="cuda")
     assert len(report.passed) >= 2
+
+
+@pytest.mark.parametrize("kernel", [TritonInt8ScaledMMLinearKernel, cutlass.CutlassInt8ScaledMMLinearKernel])
+def test_int8_conformance(kernel):
+    assert len(check_kernel(kernel, INT8S, device="cuda").passed) == len(INT8S)
+
+
+@needs_fp8
+@pytest.mark.parametrize(
+    ("kernel", "taken"), [(TritonFp8BlockScaledMMKernel, 6), (cutlass.CutlassFp8BlockScaledMMKernel, 4)],
+)  # fmt: skip
+def test_block_conformance(kernel, taken):
+    if not kernel.is_supported(Platform.detect("cuda")):
+        pytest.skip("not on this GPU")
+    assert len(check_kernel(kernel, BLOCKS, device="cuda").passed) == taken
+
+
+@needs_fp8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_inputs_are_quantized_as_defined(dtype):
+    x = torch.randn(37, 1024, device="cuda", dtype=dtype) * 30
+    x[5] = 0
+    x[6, :32] = 1e-30 if dtype != torch.float16 else 1e-7
+    empty = torch.empty(0, device="cuda")
+    for act in (ActSpec(types.int8), ActSpec(types.int8, True, "token", 0, False)):
+        codes, scale, zero = scaled_mm._quantize_int8(x, act, empty, empty, 1024)
+        want, want_scale, want_zero = quantize_input(x, act)
+        assert torch.equal(scale, want_scale.view(-1)) and torch.equal(codes, want)
+        assert (zero is None) == (want_zero is None) and (zero is None or torch.equal(zero, want_zero.view(-1)))
+    for act in (ActSpec(types.float8_e4m3fn, True, "group", g, scale=s) for g in (32, 128) for s in ("float", "e8m0")):
+        codes, scale = scaled_mm._quantize_groups(x, act, 1024)
+        assert torch.equal(codes.float() * scale.repeat_interleave(act.group_size, 1), fake_quantize(x, act))
 
 
 @needs_fp8

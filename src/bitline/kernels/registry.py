@@ -30,6 +30,12 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "RowWiseTorchFP8ScaledMMLinearKernel",
         "ChannelWiseTorchFP8ScaledMMLinearKernel",
     ),
+    "bitline.kernels.torch_fp8_block": ("BlockWiseTorchFP8ScaledMMLinearKernel",),
+    "bitline.kernels.cutlass": (
+        "CutlassInt8ScaledMMLinearKernel",
+        "CutlassFP8ScaledMMLinearKernel",
+        "CutlassFp8BlockScaledMMKernel",
+    ),
     "bitline.kernels.torch_int4_cpu": ("TorchInt4PackLinearKernel",),
     "bitline.kernels.torch_int8_cpu": ("TorchInt8PackLinearKernel",),
     "bitline.kernels.torch_int8_mm": ("TorchInt8ScaledMMLinearKernel",),

@@ -90,7 +90,7 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
             q = torch.nn.functional.pad(q, (0, -spec.k % ALIGN))
         y = x.new_empty(x.shape[0], spec.n)
         bias32 = None if bias is None else bias.float()
-        high, wide = _tile(y.shape[0], spec.n, x.device.type)
+        high, wide = _tile(y.shape[0], codes.shape[0], x.device.type)
         for r, c in itertools.product(range(0, y.shape[0], high), range(0, spec.n, wide)):
             rows, columns = slice(r, r + high), slice(c, min(c + wide, spec.n))
             sums = _int_mm(q[rows], codes[c : c + wide])[:, : columns.stop - c]
