@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bitline.checkpoint import Checkpoint, open_checkpoint, register_format
+    from bitline.conversion import ConversionReport, convert
     from bitline.errors import (
         BitlineError,
         CheckpointError,
+        ConversionError,
         InputError,
         NoKernelError,
         OutOfMemoryError,
@@ -33,8 +35,10 @@ __version__ = "0.1.0"
 
 _HOME = {
     "bitline.checkpoint": ("Checkpoint", "open_checkpoint", "register_format"),
+    "bitline.conversion": ("ConversionReport", "convert"),
     "bitline.errors": (
-        "BitlineError", "CheckpointError", "InputError", "NoKernelError", "OutOfMemoryError", "PlatformError", "WeightError",
+        "BitlineError", "CheckpointError", "ConversionError", "InputError", "NoKernelError", "OutOfMemoryError", "PlatformError",
+        "WeightError",
     ),
     "bitline.kernels.base": ("Kernel",),
     "bitline.kernels.registry": ("register_kernel",),
@@ -49,10 +53,10 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "ActSpec", "BitlineError", "Checkpoint", "CheckpointError", "Choice", "InputError", "Kernel", "LinearSpec",
-    "NoKernelError", "OutOfMemoryError", "Platform", "PlatformError", "Policy", "QuantLinear", "QuantizedWeight",
-    "ScalarType", "Verdict", "WeightError", "__version__", "choose", "load_model", "open_checkpoint", "quantize",
-    "register_format", "register_kernel",
+    "ActSpec", "BitlineError", "Checkpoint", "CheckpointError", "Choice", "ConversionError", "ConversionReport", "InputError",
+    "Kernel", "LinearSpec", "NoKernelError", "OutOfMemoryError", "Platform", "PlatformError", "Policy", "QuantLinear",
+    "QuantizedWeight", "ScalarType", "Verdict", "WeightError", "__version__", "choose", "convert", "load_model",
+    "open_checkpoint", "quantize", "register_format", "register_kernel",
 ]  # fmt: skip
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 _LONGEST = 600  # characters of one part in a message; a hostile file may put megabytes in any of them
 
 
@@ -63,6 +66,17 @@ class NoKernelError(BitlineError, ValueError):
 
 class PlatformError(BitlineError, ValueError):
     """A platform string or device that Bitline does not know, or that is not here."""
+
+
+class ConversionError(BitlineError, ValueError):
+    """A checkpoint that another format cannot hold, or a result that did not read back as its source; nothing was written.
+
+    layers: the reason for each layer that cannot be held, by name.
+    """
+
+    def __init__(self, what: str, *, layers: Mapping[str, str] | None = None, **parts: Any) -> None:
+        self.layers = dict(layers or {})
+        super().__init__(what, **parts)
 
 
 class InputError(BitlineError, ValueError):

@@ -1,0 +1,131 @@
+"""ModelOpt's export to Hugging Face: FP8, MXFP8, MXFP4, NVFP4 and INT4 with its input factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline import __version__, types
+from bitline.conversion import base, packing, scales2
+from bitline.conversion.base import NotExact
+from bitline.conversion.original import Original
+from bitline.formats.modelopt_config import Algorithm
+from bitline.types import LinearSpec
+from bitline.weight import QuantizedWeight
+
+_E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+_PRODUCER = {"name": "bitline", "version": __version__}
+
+
+class ModelOptTarget:
+    """One algorithm for all layers, or MIXED_PRECISION with one for each."""
+
+    name = "modelopt"
+    embeddings = False
+
+    def forms(self, spec: LinearSpec) -> list[LinearSpec]:
+        """The layouts of FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, MXFP4, NVFP4, W4A16_NVFP4 and W4A16_AWQ."""
+        form = self._form(spec)
+        _algorithm(form)
+        return [form]
+
+    def _form(self, spec: LinearSpec) -> LinearSpec:
+        if spec.act_order or spec.ragged:
+            raise NotExact("its columns are in activation order, which ModelOpt does not have")
+        if base.is_integer(spec):
+            if spec.weight.bits > 4 or base.has_zero(spec) or spec.n % 2:
+                raise NotExact(f"ModelOpt's integers are symmetric, of 4 bits and in pairs of rows, and these are {spec.scheme}")
+            form = base.integer_form(spec, types.uint4b8, base.columns_per_scale(spec, whole=True), keep_act=True)
+            return form.replace(input_multiplier=spec.input_multiplier)
+        base.no_input_factors(spec, "this layout of ModelOpt")
+        if spec.weight.name in ("float8_e4m3fn", "float4_e2m1") and spec.scale_dtype == _E8M0 and spec.block[1] == 32:
+            return spec.replace(block=(1, 32))
+        if spec.weight.name == "float8_e4m3fn":
+            return spec.replace(scale_dtype=torch.float32, scale2_block=None)
+        if spec.weight.name == "float4_e2m1" and spec.scale_dtype == _E4M3 and spec.scale2_block == (spec.n, spec.k):
+            return spec
+        raise NotExact(f"no algorithm of ModelOpt stores {spec.scheme}")
+
+    def fallback(self, spec: LinearSpec) -> LinearSpec:
+        """None: rounding is calibrated there."""
+        raise NotExact("no layer is rounded for ModelOpt")
+
+    def settle(self, forms: Mapping[str, LinearSpec]) -> tuple[dict[str, LinearSpec], dict[str, NotExact]]:
+        """Every layer as it is."""
+        return dict(forms), {}
+
+    def scales(self, spec: LinearSpec) -> tuple[torch.dtype, ...]:
+        """float32, which holds every scale."""
+        return (torch.float32,)
+
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Global scales are factors, for weights and inputs alike."""
+        s, scale = weight.spec, weight.scale.contiguous()
+        if base.is_integer(s):
+            tensors = {"weight": packing.row_pairs(weight.codes, s.k), "weight_scale": scale}
+        elif s.weight.bits == 8:
+            codes = weight.codes[:, : s.k].contiguous().view(torch.float8_e4m3fn)
+            flat = () if s.block == (s.n, s.k) else (s.n,) if s.block == (1, s.k) and s.scale_dtype != _E8M0 else scale.shape
+            tensors = {
+                "weight": codes,
+                "weight_scale": (scale.view(torch.uint8) if s.scale_dtype == _E8M0 else scale).reshape(flat),
+            }
+        else:
+            codes = packing.clean_rows(weight.codes, 4, s.k)
+            if s.scale_dtype == _E8M0:
+                tensors = {"weight": codes, "weight_scale": scale.view(torch.uint8)}
+            else:
+                tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": scales2.factor(weight)}
+        if weight.input_scale is not None and s.act is not None:
+            inverse = s.act.scale == "e4m3"
+            value = scales2.reciprocal(weight.input_scale) if inverse else weight.input_scale.float().reshape(())
+            tensors["input_scale"] = value
+        if weight.input_multiplier is not None:
+            tensors["pre_quant_scale"] = weight.input_multiplier
+        return tensors | ({} if weight.bias is None else {"bias": weight.bias})
+
+    def config(self, layers: Mapping[str, LinearSpec], original: Original) -> dict[str, Any]:
+        """quantization_config of config.json."""
+        return {"quant_method": "modelopt", **_quantization(layers), "ignore": original.plain_linears(), "producer": _PRODUCER}
+
+    def files(self, layers: Mapping[str, LinearSpec], original: Original) -> dict[str, dict[str, Any]]:
+        """hf_quant_config.json, which tools read beside config.json."""
+        quantization = {**_quantization(layers), "kv_cache_quant_algo": None, "exclude_modules": original.plain_linears()}
+        return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
+
+
+def _quantization(layers: Mapping[str, LinearSpec]) -> dict[str, Any]:
+    found = {name: _named(form) for name, form in layers.items()}
+    kinds = list({tuple(value.items()): value for value in found.values()}.values())
+    if len(kinds) == 1:
+        return kinds[0]
+    return {"quant_algo": "MIXED_PRECISION", "quantized_layers": found}
+
+
+def _named(form: LinearSpec) -> dict[str, Any]:
+    name, size = _algorithm(form)
+    return {"quant_algo": name, **({"group_size": size} if size else {})}
+
+
+def _algorithm(form: LinearSpec) -> tuple[str, int]:
+    """The algorithm that stores such a weight for such an input, and its group size, 0 where it has none."""
+    rows, columns = form.block
+    square = max(rows, columns)
+    whole, row = form.block == (form.n, form.k), rows == 1 and columns == form.k
+    kinds: list[tuple[str, Callable[[], bool], int]] = [
+        ("W4A16_AWQ", lambda: base.is_integer(form), columns),
+        ("MXFP4", lambda: form.weight.bits == 4 and form.scale_dtype == _E8M0, 32),
+        ("NVFP4", lambda: form.weight.bits == 4 and form.act is not None, columns),
+        ("W4A16_NVFP4", lambda: form.weight.bits == 4, columns),
+        ("MXFP8", lambda: form.scale_dtype == _E8M0, 32),
+        ("FP8", lambda: whole, 0),
+        ("FP8_PER_CHANNEL_PER_TOKEN", lambda: row, 0),
+        ("FP8_PB_WO", lambda: rows in (square, form.n) and columns in (square, form.k), square),
+    ]
+    for name, fits, size in kinds:
+        if fits() and Algorithm(name, size).act(columns, calibrated=True) == form.act:
+            return name, size
+    raise NotExact(f"no algorithm of ModelOpt stores {form.scheme}")

@@ -1,0 +1,124 @@
+"""What is converted: a checkpoint's layers and plain tensors under transformers' names, its config and the files beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bitline.checkpoint import Checkpoint
+from bitline.formats.base import LayerRecord
+from bitline.formats.config import SIDE_FILES, quantization_config
+from bitline.weight import QuantizedWeight
+
+EMBEDDINGS = {"embed_tokens", "tok_embeddings", "word_embeddings", "wte", "wpe", "position_embeddings"}
+HEADS = {"lm_head", "embed_out"}
+_CONFIGS = ("quantization_config", "compression_config")
+# Files that belong to a model and hold no weights. Anything else is left where it is, and the report says so.
+_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".md", ".py", ".tiktoken", ".spm", ".vocab", ".bpe", ".yaml", ".yml"}
+_NAMES = ("license", "notice", "readme", "usage")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A quantized layer. name: its module's. read: its weight, rows in the model's order."""
+
+    name: str
+    record: LayerRecord
+    read: Callable[[], QuantizedWeight]
+
+    @property
+    def may_be_plain(self) -> bool:
+        """True for embeddings and output heads, which many formats keep as plain weights."""
+        return self.name.rpartition(".")[2] in EMBEDDINGS | HEADS
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tensor that belongs to no quantized layer. nbytes: in its file."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Original:
+    """A checkpoint to convert.
+
+    items: layers and plain tensors in the order of the files. config: config.json without its quantization.
+    quantization: what it said of that. folder: where other files are, None for GGUF. save_tokenizer: writes a tokenizer
+    into a folder where it is inside the checkpoint.
+    """
+
+    checkpoint: Checkpoint
+    items: list[Layer | Plain]
+    config: Mapping[str, Any]
+    quantization: Mapping[str, Any]
+    folder: Path | None
+    save_tokenizer: Callable[[Path], None] | None = None
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The quantized layers."""
+        return [item for item in self.items if isinstance(item, Layer)]
+
+    @property
+    def plain(self) -> list[Plain]:
+        """The other tensors."""
+        return [item for item in self.items if isinstance(item, Plain)]
+
+    def plain_linears(self) -> list[str]:
+        """Modules with a plain matrix as their weight, embeddings aside: the linear layers that were left alone, and routers."""
+        found = (p.name.removesuffix(".weight") for p in self.plain if p.name.endswith(".weight") and len(p.shape) == 2)
+        return [name for name in found if name.rpartition(".")[2] not in EMBEDDINGS and "norm" not in name.rpartition(".")[2]]
+
+    def other_files(self) -> tuple[list[Path], list[str]]:
+        """Files of the folder to copy (tokenizer, generation config, …), and the names of those that are left."""
+        if self.folder is None:
+            return [], []
+        taken, left = [], []
+        for path in sorted(self.folder.iterdir()):
+            written = path.name == "config.json" or path.name in SIDE_FILES or path.name.endswith(".safetensors.index.json")
+            if written or path.suffix.lower() == ".safetensors":
+                continue
+            fits = path.suffix.lower() in _SUFFIXES or path.name.lower().startswith(_NAMES)
+            if path.is_file() and fits:
+                taken.append(path)
+            else:
+                left.append(path.name)
+        return taken, left
+
+
+def original_of(checkpoint: Checkpoint) -> Original:
+    """The layers, tensors and settings of a checkpoint; a GGUF file's through transformers, which knows what they are."""
+    if checkpoint.is_gguf:
+        from bitline.conversion.gguf_source import gguf_original
+
+        return gguf_original(checkpoint)
+    source = checkpoint.source
+    folder: Path | None = checkpoint.path
+    if not checkpoint.path.is_dir():  # a file alone does not own what lies beside it, unless a config says that it does
+        folder = checkpoint.path.parent if source.config else None
+    records, dense = checkpoint.layers(), checkpoint.dense_names()
+    place = {name: i for i, name in enumerate(source.tensors)}
+    items: list[Layer | Plain] = [Layer(r.name, r, r.weight) for r in records]
+    items += [Plain(n, source.tensors[n].shape, source.tensors[n].nbytes, _reader(checkpoint, n)) for n in dense]
+    items.sort(key=lambda item: place[item.record.tensors[0] if isinstance(item, Layer) else item.name])
+    config = {key: _without(value) for key, value in source.config.items() if key not in _CONFIGS}
+    return Original(checkpoint, items, config, quantization_config(source), folder)
+
+
+def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
+    return lambda: checkpoint.read(name)
+
+
+def _without(value: Any) -> Any:
+    """A part of the config without a quantization config of its own (multimodal models nest it)."""
+    if isinstance(value, Mapping):
+        return {k: v for k, v in value.items() if k not in _CONFIGS}
+    return value
