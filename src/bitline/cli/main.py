@@ -148,6 +148,24 @@ def explain(
 
 
 @app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A checkpoint folder, a .safetensors or a .gguf file, or smollm2.")],
+    result: Annotated[Path, typer.Argument(help="A new folder; with --to gguf, a new .gguf file.")],
+    to: Annotated[str, typer.Option("--to", help="compressed-tensors, gptq, awq, gguf, fp8 or modelopt.")],
+    lossy: Annotated[bool, typer.Option("--lossy", help="Round layers that the format cannot hold exactly.")] = False,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave out how inputs are quantized, where the source says it.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint in another format, read every layer back, and say what was done. Nothing is rounded unasked."""
+    from bitline.cli.convert import convert_report, show
+
+    report = convert_report(source, result, to, lossy, weights_only, quiet=as_json)
+    emit(report) if as_json else show(report)
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine has, what each optional package would add, and try a tiny product on every kernel here."""
     from bitline.cli.doctor import doctor_report, show
