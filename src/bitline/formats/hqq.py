@@ -91,6 +91,11 @@ class _Module(Layer):
         def build() -> dict[str, Tensor]:
             scale, zero = self._floats()
             offset = -(zero * scale)
+            if not bool(torch.isfinite(scale * ((1 << scalar.bits) - 1)).all()):
+                largest, top = float(scale.abs().max()), (1 << scalar.bits) - 1
+                raise self.error(
+                    self.need(("scale", "zero_scale")), "scales times codes are no float32", largest, f"below 3e38 / {top}"
+                )
             if axis == 1 and not whole and block[1] != size:  # groups run over the ends of rows where K is not made of whole ones
                 scale, offset = (part.repeat_interleave(size // block[1]) for part in (scale, offset))
             if block == (1, 1):  # row i of the packed matrix is every n * k / size-th weight
