@@ -29,11 +29,17 @@ DTYPES = {
 # ---- safetensors ---------------------------------------------------------------------------------------------------------
 
 
-def safetensors_bytes(tensors: dict[str, torch.Tensor], header: Callable[[dict[str, Any]], Any] | None = None) -> bytes:
-    """A safetensors file. header: edits the header's object in place, or returns the bytes to put in its place."""
+def safetensors_bytes(tensors: dict[str, Any], header: Callable[[dict[str, Any]], Any] | None = None) -> bytes:
+    """A safetensors file. header: edits the header's object in place, or returns the bytes to put in its place.
+
+    "__metadata__" among the tensors is not a tensor but the header's own metadata.
+    """
     entries: dict[str, Any] = {}
     data = b""
     for name, tensor in tensors.items():
+        if name == "__metadata__":
+            entries[name] = tensor
+            continue
         raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         entries[name] = {
             "dtype": DTYPES[tensor.dtype],

@@ -1,138 +1,137 @@
-"""Seeded mutations of small valid checkpoints: each loads as a weight of finite scales, or is a deliberate error."""
+"""Seeded mutations of good checkpoints of every family: the right weight, or an error that says where. See README.md.
+
+BITLINE_TEST_MUTATIONS is how many there are, 50,000 by default.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import struct
-import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import corpus_float  # noqa: F401  (its families are among the bases once it is imported)
+import bases_gguf
+import bases_more  # noqa: F401  (its families are among the bases once it is imported)
+import corpus_float  # noqa: F401
 import pytest
 import torch
-from bases import ARRAY, FAMILIES, PAIRS, STRING, U32, gguf_bytes, model_tensors, pair, write
+from bases import FAMILIES, PAIRS, gguf_bytes, llama_folder, model_tensors, safetensors_bytes, write
+from mutate import dumps, edit, rearrange, retouch, rng_of, scar
+from outcomes import guarded, outcome, put, says_where, scratch, unneeded
 
 import bitline
 from bitline.errors import BitlineError, OutOfMemoryError
-from bitline.weight import QuantizedWeight
 
-VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 64, 128, 1 << 31, 1 << 63, 1 << 70, -(1 << 63), 0.5, 4.0,
-    1e308, float("nan"), float("inf"), "", "4", "int", "float", "group", "channel", "tensor", "block", "token", "Linear",
-    "re:.*", "re:(", "gptq", "awq", "gemm", "F16", "F32", "I32", "U8", "\x00", "é", [], [0], [1, 2], [32, 64], ["Linear"], [[]],
-    {}, {"a": 1},
-]  # fmt: skip
-ROUNDS = int(os.environ.get("BITLINE_TEST_MUTATIONS", "300"))  # more, for a longer search
-TEXTS = [b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\x00", b"\xff", b"1e999", b"NaN", b"null", b"-", b"9" * 40, b" " * 9]
+TOTAL = int(os.environ.get("BITLINE_TEST_MUTATIONS", "50000"))
+KINDS = ("config-values", "config-bytes", "header-values", "header-bytes", "tensors", "numbers", "data-bytes", "index")
+GGUF_KINDS = ("header", "numbers", "bytes")
+EACH = -(-TOTAL // (len(KINDS) * len(FAMILIES) + len(GGUF_KINDS) * len(bases_gguf.TYPES)))
 
 
-def survives(path: Path) -> bool:
-    """True where every layer loads and is sound, False where a deliberate error says why not."""
+def _is_object(raw: bytes, *, config: bool = False) -> bool:
+    """Whether this is JSON of an object. Configs may hold NaN, which Python writes, and headers may not."""
     try:
-        for record in bitline.open_checkpoint(path).layers():
-            weight = record.weight()
-            assert isinstance(weight, QuantizedWeight) and weight.spec == record.spec
-            scales = weight.scales()
-            assert weight.scale.dtype == torch.float8_e8m0fnu or bool(torch.isfinite(scales).all()) or weight.scale2 is not None
-            assert weight.dequantize().shape == (record.spec.n, record.spec.k)
-    except OutOfMemoryError:
-        raise AssertionError("memory was asked for on the file's word") from None
-    except BitlineError as error:
-        assert str(error)
+        return isinstance(json.loads(raw, parse_constant=None if config else int), dict)
+    except (ValueError, RecursionError):
         return False
-    return True
 
 
-def edit(value: Any, rng: random.Random) -> Any:
-    """One edit somewhere in a JSON value: another value, a key renamed, lost or added, an element lost or doubled."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        key = rng.choice(list(value))
-        if rng.random() < 0.6:
-            return value | {key: edit(value[key], rng)}
-        changed = dict(value)
-        kept = changed.pop(key)
-        if rng.random() < 0.5:
-            changed[rng.choice([key.upper(), key + "x", key[:-1], "", rng.choice(list(value))])] = kept
-        return changed
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        at = rng.randrange(len(value))
-        how = rng.randrange(3)
-        return value[:at] + ([edit(value[at], rng)] if how == 0 else [value[at]] * 2 if how == 1 else []) + value[at + 1 :]
-    if type(value) is int and rng.random() < 0.4:
-        return value + rng.choice([-1, 1, 8, -8, value, -2 * value, 1 << rng.randrange(70)])
-    return rng.choice(VALUES)
+def _has_header(raw: bytes) -> bool:
+    length = int.from_bytes(raw[:8], "little")
+    return length <= len(raw) - 8 and _is_object(raw[8 : 8 + length])
 
 
-def scar(raw: bytes, rng: random.Random, end: int | None = None) -> bytes:
-    """One to four damages within the first `end` bytes: bits turned, bytes lost, put in, exchanged, or cut off."""
-    out = bytearray(raw)
-    for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        if not out:
-            break
-        at = rng.randrange(max(1, min(end or len(out), len(out))))
-        how = rng.randrange(7)
-        if how <= 1:
-            out[at] ^= 1 << rng.randrange(8)
-        elif how == 2:
-            del out[at : at + rng.choice([1, 2, 8, 40])]
-        elif how == 3:
-            out[at:at] = rng.choice(TEXTS)
-        elif how == 4:
-            del out[at:]
-        elif how == 5:
-            out[at : at + 4] = struct.pack("<I", rng.choice([0, 1, 0xFFFFFFFF, 1 << 31, rng.getrandbits(32)]))
-        else:
-            other = rng.randrange(len(out))
-            out[at], out[other] = out[other], out[at]
-    return bytes(out)
+def test_there_are_as_many_as_promised():
+    assert EACH * (len(KINDS) * len(FAMILIES) + len(GGUF_KINDS) * len(bases_gguf.TYPES)) >= TOTAL
 
 
-def rng_of(*facts: object) -> random.Random:
-    return random.Random(zlib.crc32(repr(facts).encode()))  # hash() is another one in every process
+Case = tuple[Path, dict[str, bool]]
 
 
-@pytest.mark.parametrize("kind", ["config-values", "config-bytes", "header-values", "header-bytes", "data"])
-@pytest.mark.parametrize("base", FAMILIES)
-def test_safetensors(base, kind, tmp_path):
+def safetensors_cases(base: str, kind: str, folder: Path, rounds: int) -> Iterator[Case]:
+    """Mutations of a family, one after the other in the same folder, and what an error has to name."""
     tensors, quantization = FAMILIES[base]()
-    write(tmp_path, tensors, quantization)
-    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    write(folder, tensors, quantization)
+    config, weights, index = folder / "config.json", folder / "model.safetensors", folder / "model.safetensors.index.json"
     settings, raw = config.read_bytes(), weights.read_bytes()
     length = 8 + int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8:length]), raw[length:]
-    assert survives(tmp_path)
-    loaded = 0
-    for i in range(ROUNDS):
-        rng = rng_of(base, kind, i)
+    assert (error := outcome(folder)) is None, f"{base}: {error}"
+    if kind == "index":
+        names = [name for name in tensors if name != "__metadata__"]
+        halves = {"a.safetensors": names[::2] + ["__metadata__"], "b.safetensors": names[1::2]}
+        for file, part in halves.items():
+            put(folder / file, safetensors_bytes({name: tensors[name] for name in part if name in tensors}))
+        shards = {"weight_map": {name: file for file, part in halves.items() for name in part if name in names}}
+        weights.unlink()
+    for i in range(rounds):
+        rng, place = rng_of(base, kind, i), True
         if kind == "config-values":
-            config.write_text(json.dumps({"model_type": "llama", "quantization_config": edit(quantization, rng)}))
+            put(config, dumps({"model_type": "llama", "quantization_config": edit(quantization, rng)}))
         elif kind == "config-bytes":
-            config.write_bytes(scar(settings, rng))
+            put(config, changed := scar(settings, rng))
+            place = _is_object(changed, config=True)
         elif kind == "header-values":
-            text = json.dumps(edit(header, rng)).encode()
-            weights.write_bytes(struct.pack("<Q", len(text)) + text + data)
+            changed = dumps(edit(header, rng))
+            place = _is_object(changed)
+            put(weights, struct.pack("<Q", len(changed)) + changed + data)
         elif kind == "header-bytes":
-            weights.write_bytes(scar(raw, rng, length))
+            put(weights, changed := scar(raw, rng, length))
+            place = _has_header(changed)
+        elif kind == "tensors":
+            put(weights, safetensors_bytes(rearrange(tensors, rng)))
+        elif kind == "numbers":
+            put(weights, retouch(raw, rng, length, rng.choice([1, 2, 4])))
+        elif kind == "data-bytes":
+            put(weights, raw[:length] + scar(data, rng))
+            place = False  # a file that is shorter or longer than its header says
         else:
-            weights.write_bytes(raw[:length] + scar(data, rng))
-        loaded += survives(tmp_path)
-    assert loaded < ROUNDS, "no mutation did anything"
+            put(index, changed := dumps(edit(shards, rng)) if i % 2 else scar(dumps(shards), rng))
+            place = _is_object(changed)
+        yield folder, {"place": place, "tensor": kind == "numbers", "exact": kind == "numbers"}
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_gguf(part, tmp_path):
-    entries, data = model_tensors()
-    pairs = PAIRS + [pair("tokens", ARRAY, (STRING, ["a", "b", "é"])), pair("numbers", ARRAY, (U32, [1, 2, 3]))]
-    raw = gguf_bytes(pairs, entries, data)
-    path = tmp_path / "model.gguf"
-    loaded = 0
-    for i in range(4 * ROUNDS):
-        path.write_bytes(scar(raw, rng_of("gguf", part, i), len(raw) - len(data) if i % 4 else None))
-        loaded += survives(path)
-    assert 0 < loaded < 4 * ROUNDS
+def gguf_cases(ggml: str, kind: str, folder: Path, rounds: int) -> Iterator[Case]:
+    """The same of a GGUF file with a matrix of one type."""
+    raw, start = bases_gguf.file(ggml)
+    path = folder / "model.gguf"
+    put(path, raw)
+    assert (error := outcome(path)) is None, f"{ggml}: {error}"
+    for i in range(rounds):
+        rng = rng_of("gguf", ggml, kind, i)
+        if kind == "numbers":
+            put(path, retouch(raw, rng, start, rng.choice([1, 2])))
+        else:
+            put(path, scar(raw, rng, start if kind == "header" else None))
+        yield path, {"place": False, "tensor": kind == "numbers", "exact": kind == "numbers"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("base", FAMILIES)
+def test_safetensors(base, kind):
+    with scratch() as folder, guarded():
+        loaded = sum(judge(path, **promised) for path, promised in safetensors_cases(base, kind, folder, EACH))
+    assert loaded < EACH or kind in ("numbers", "index"), "no mutation did anything"
+    assert loaded or kind != "numbers", "no mutation was legal"
+
+
+@pytest.mark.parametrize("kind", GGUF_KINDS)
+@pytest.mark.parametrize("ggml", bases_gguf.TYPES)
+def test_gguf(ggml, kind):
+    with scratch() as folder, guarded():
+        assert sum(judge(path, **promised) for path, promised in gguf_cases(ggml, kind, folder, EACH))
+
+
+def judge(path: Path, *, place: bool, tensor: bool, exact: bool) -> bool:
+    """Whether the checkpoint loads. exact: a refusal has to be needed."""
+    error = outcome(path)
+    if error is None:
+        return True
+    says_where(error, path, place=place, tensor=tensor)
+    if exact and unneeded(path):
+        raise AssertionError(f"refused although it is sound: {error}") from error
+    return False
 
 
 def test_gguf_models(tmp_path):
@@ -140,17 +139,15 @@ def test_gguf_models(tmp_path):
     entries, data = model_tensors()
     raw = gguf_bytes(PAIRS, entries, data)
     path = tmp_path / "model.gguf"
-    for i in range(ROUNDS // 3):
+    for i in range(TOTAL // 500):
         path.write_bytes(scar(raw, rng_of("gguf model", i), len(raw) - len(data)))
         loads(path)
 
 
 def test_model_configs(tmp_path):
-    from bases import llama_folder
-
     folder = llama_folder(tmp_path)
     settings = json.loads((folder / "config.json").read_text())
-    for i in range(ROUNDS // 3):
+    for i in range(TOTAL // 500):
         rng = rng_of("config", i)
         changed = settings
         for _ in range(rng.choice([1, 1, 2])):

@@ -1,0 +1,88 @@
+"""What a checkpoint means, read without any code of Bitline: the judge of every weight that loads.
+
+Each family is decoded with numpy alone, from the descriptions in docs/formats.md (GGUF with its authors' package). The oracle
+is lenient: it believes what it can, and says NoReading where nothing sound can be made of the files. So what Bitline loads has
+to be what the oracle reads; whether a refusal is needed is judged elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import oracle_ct
+import oracle_float
+import oracle_gguf
+import oracle_int
+import oracle_other
+from oracle_files import Files, Layer, NoReading, read_files
+
+_CT_PACKINGS = ("auto_round:llm_compressor", "auto_round:fp8_static")
+
+# Families by quant_method; variants that come later add theirs here.
+FAMILIES: dict[str, Callable[[Files], dict[str, Layer]]] = {
+    "gptq": oracle_int.layers, "awq": oracle_int.layers, "compressed-tensors": oracle_ct.layers, "fp8": oracle_float.fp8,
+    "mxfp4": oracle_float.mxfp4, "bitsandbytes": oracle_other.bitsandbytes, "quark": oracle_other.quark,
+    "hqq": oracle_other.hqq, "torchao": oracle_other.torchao,
+}  # fmt: skip
+
+
+def _family(files: Files) -> Callable[[Files], dict[str, Layer]]:
+    method = files.config["quant_method"]
+    if method in oracle_int.AUTO_ROUND:
+        packing = files.config.get("packing_format")
+        if packing in _CT_PACKINGS:
+            return oracle_ct.layers
+        return oracle_float.fp8 if packing == "auto_round:fp8" else oracle_int.layers
+    if method.startswith("modelopt"):
+        return oracle_float.modelopt
+    if method in FAMILIES:
+        return FAMILIES[method]
+    return _guess(files)
+
+
+def _guess(files: Files) -> Callable[[Files], dict[str, Layer]]:
+    """A config that names no method: the names of the tensors, and the keys that only one family writes, tell it."""
+    config, suffixes = files.config, {name.rpartition(".")[2] for name in files.tensors}
+    if "config_groups" in config:
+        return oracle_ct.layers
+    if {"autoround_version", "packing_format"} & config.keys():
+        config["quant_method"] = "auto-round"
+        return _family(files)
+    if "qweight" in suffixes:
+        config["quant_method"] = "awq" if {"w_bit", "q_group_size", "zero_point"} & config.keys() else "gptq"
+        return oracle_int.layers
+    if {"load_in_4bit", "load_in_8bit"} & config.keys():
+        return oracle_other.bitsandbytes
+    if not any(re.search(r"weight_packed|weight_scale|absmax|SCB|W_q|qdata|_blocks", name) for name in files.tensors):
+        return lambda files: {}
+    raise NoReading(f"quant_method {config['quant_method']!r}")
+
+
+def layers(path: Path) -> dict[str, Layer]:
+    """Every quantized layer of a checkpoint by name, or NoReading with the reason why there is none."""
+    path = Path(path)
+    if path.is_dir() and not list(path.glob("*.safetensors*")):
+        path = next(path.glob("*.gguf"))
+    try:
+        if path.suffix == ".gguf":
+            return oracle_gguf.layers(path)
+        files = read_files(path)
+        return _family(files)(files)
+    except NoReading:
+        raise
+    except Exception as error:  # what it trips over has no sound reading
+        raise NoReading(f"{type(error).__name__}: {error}") from error
+
+
+def same(found: np.ndarray, wanted: np.ndarray, slack: float = 0.0) -> bool:
+    """Equal bit for bit but for the sign of zero, NaN where NaN; or within a slack relative to the largest number of a row."""
+    if found.shape != wanted.shape:
+        return False
+    if slack == 0.0 or np.array_equal(found, wanted, equal_nan=True):
+        return np.array_equal(found, wanted, equal_nan=True)
+    with np.errstate(all="ignore"):
+        allowed = slack * np.nanmax(np.abs(wanted), axis=-1, keepdims=True)
+        return bool((np.abs(found - wanted) <= allowed).all())

@@ -1,0 +1,210 @@
+"""The oracle's compressed-tensors, and AutoRound in its layout, from the descriptions. No code of Bitline."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+from oracle_files import E2M1, E2M3, F32, F64, Files, Layer, Tensors, bias_of, demand, product, spread, stream, word_stream
+from oracle_float import blocks, on_grid, positive
+from oracle_int import AUTO_ROUND
+
+INT4, INT8, FP8 = ({"num_bits": 4}, {"num_bits": 8}, {"num_bits": 8, "type": "float"})
+FP4 = {"num_bits": 4, "type": "float"}
+_STATIC = {"strategy": "tensor", "dynamic": False}
+_TOKEN = {"strategy": "token", "dynamic": True}
+_PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "FP8": (FP8 | {"strategy": "tensor"}, FP8 | _STATIC), "FP8_DYNAMIC": (FP8 | {"strategy": "channel"}, FP8 | _TOKEN),
+    "FP8_BLOCK": (FP8 | {"strategy": "block", "block_structure": [128, 128]}, FP8 | _TOKEN),
+    "NVFP4": (FP4 | {"strategy": "tensor_group", "group_size": 16}, FP4 | {"strategy": "tensor_group", "dynamic": "local"}),
+    "NVFP4A16": (FP4 | {"strategy": "tensor_group", "group_size": 16}, None), "MXFP4A16": (FP4 | {"group_size": 32}, None),
+    "MXFP4": (FP4 | {"group_size": 32}, FP4 | _TOKEN), "MXFP8": (FP8 | {"group_size": 32}, FP8 | _TOKEN),
+    "MXFP4XFP8": (FP4 | {"group_size": 32}, FP8 | _TOKEN), "MXFP8A16": (FP8 | {"group_size": 32}, None),
+    "MXFP6A8": ({"num_bits": 6, "type": "float", "group_size": 32}, FP8 | _TOKEN),
+    "MXFP6A16": ({"num_bits": 6, "type": "float", "group_size": 32}, None),
+}  # fmt: skip
+
+
+def layers(files: Files) -> dict[str, Layer]:
+    """Every module whose `weight_packed` or `weight` is codes."""
+    out = {}
+    for name in files.modules("weight_packed", "weight"):
+        m = files.module(name)
+        if "weight_packed" in m or m["weight"].dtype in ("I8", "F8_E4M3", "F8_E5M2"):
+            out[name] = _layer(m, _Scheme(files.config, name))
+    return out
+
+
+class _Scheme:
+    """What the config says of one module. loose: sizes are read off the scales."""
+
+    def __init__(self, config: dict[str, Any], name: str) -> None:
+        self.loose, self.version = True, str(config.get("version") or "")[:40]
+        if config["quant_method"] in AUTO_ROUND:
+            self.weights, self.inputs = _auto_round(config, name)
+            return
+        rules = [
+            (target, group)
+            for key, group in (config.get("config_groups") or {}).items()
+            for target in (group if isinstance(group, list) else group["targets"])
+            for group in [key if isinstance(group, list) else group]
+            if (group != "UNQUANTIZED" if isinstance(group, str) else group.get("weights"))
+        ]
+        named = [g for t, g in rules if t == name]
+        matched = [g for t, g in rules if t.startswith("re:") and re.match(t[3:], name)]
+        classes = [g for t, g in rules if t.endswith("Linear") and not t.startswith("re:")]
+        found = [*named, *matched, *classes]
+        demand(found, "no group targets the layer")
+        if isinstance(found[0], str):
+            self.weights, self.inputs = _preset(found[0].upper())
+        else:
+            self.loose, self.weights, self.inputs = False, found[0]["weights"], found[0].get("input_activations")
+
+    @property
+    def bits(self) -> int:
+        return self.weights.get("num_bits", 8)
+
+    @property
+    def floating(self) -> bool:
+        return str(self.weights.get("type", "int")).lower() == "float"
+
+    @property
+    def symmetric(self) -> bool:
+        return self.weights.get("symmetric", True)
+
+    @property
+    def dense(self) -> bool:
+        """Whether this version packed odd widths as one stream."""
+        numbers = [int(number) for number in re.findall(r"\d+", self.version)[:2]]
+        return len(numbers) < 2 or numbers >= [0, 18]
+
+    def block(self, n: int, k: int, shape: tuple[int, ...]) -> tuple[int, int]:
+        size = self.weights.get("group_size")
+        how = self.weights.get("strategy") or ("tensor" if not size else "channel" if size == -1 else "group")
+        how = how.lower()
+        if self.loose and shape in ((), (1,), (1, 1)):
+            how = "tensor"
+        elif self.loose and how != "block":
+            if len(shape) == 1 or shape[-1] == 1:
+                how = "channel"
+            elif how in ("group", "channel", "tensor"):
+                fits = how == "group" and size and size > 0 and blocks(k, size) == shape[1]
+                how, size = "group", size if fits else blocks(k, shape[1])
+        if how == "block":
+            sizes = self.weights["block_structure"]
+            rows, columns = (int(s) for s in (sizes.lower().split("x") if isinstance(sizes, str) else sizes))
+            return rows, columns
+        return {"tensor": (n, k), "channel": (1, k), "group": (1, size), "tensor_group": (1, size)}[how]
+
+
+def _preset(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    if name in _PRESETS:
+        return _PRESETS[name]
+    found = re.fullmatch(r"(?:INT8|W([2-8])A(4|8|16|FP8)(_ASYM)?)", name)
+    demand(found, "no preset")
+    weights = {"num_bits": int(found[1] or 8), "symmetric": not found[3], "strategy": "group", "group_size": 128}
+    return weights, None if found[2] == "16" else _TOKEN
+
+
+def _auto_round(config: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    chosen = dict(config)
+    for key, change in (config.get("extra_config") or {}).items():
+        if key == name or (not re.fullmatch(r"[\w.]*", key) and re.search(key, name)):
+            chosen |= change
+    kind, size = str(chosen.get("data_type", "int")), chosen["group_size"]
+    how = "block" if isinstance(size, list) else {-1: "channel", 0: "tensor"}.get(size, "group")
+    weights = {"num_bits": chosen["bits"], "type": "int" if kind.startswith("int") else "float", "strategy": how,
+               "symmetric": chosen.get("sym", True), "group_size": size, "block_structure": size}  # fmt: skip
+    if how == "group" and kind.startswith("nv"):
+        weights["strategy"] = "tensor_group"
+    if (chosen.get("act_bits") or 16) >= 16:
+        return weights, None
+    act_size = chosen.get("act_group_size") or 0
+    fourth = (chosen.get("act_data_type") or kind).startswith("nv")
+    dynamic = "local" if fourth and act_size > 0 else chosen.get("act_dynamic", True)
+    strategy = "tensor_group" if fourth and act_size > 0 else "tensor" if act_size == 0 else "token"
+    floating = "int" if (chosen.get("act_data_type") or kind).startswith("int") else "float"
+    return weights, {"type": floating, "dynamic": dynamic, "strategy": strategy, "symmetric": chosen.get("act_sym", True)}
+
+
+def _layer(m: Tensors, scheme: _Scheme) -> Layer:
+    if "weight_packed" in m and m["weight_packed"].dtype == "I32":
+        return _words(m, scheme)
+    if "weight_packed" in m:
+        demand(scheme.floating, "minifloats that the config calls integers")
+        width = 6 if scheme.bits == 6 else 4
+        n, columns = m["weight_packed"].shape
+        k = columns * 8 // width
+        values = (E2M3 if width == 6 else E2M1)[stream(m["weight_packed"].bytes().reshape(n, columns), width, k)]
+    else:
+        n, k = m["weight"].shape
+        floats = m["weight"].dtype.startswith("F8")
+        demand(scheme.floating == floats and (scheme.bits == 8 or not floats), "codes that the config calls otherwise")
+        values = m["weight"].floats() if floats else m["weight"].integers()
+        half = 1 << (scheme.bits - 1)
+        demand(floats or (values.min() >= -half and values.max() < half), "codes that do not fit their bits")
+    block = scheme.block(n, k, m["weight_scale"].shape)
+    grid = blocks(n, block[0]), blocks(k, block[1])
+    scales = on_grid(m["weight_scale"], grid)
+    if "weight" in m and "weight_packed" not in m and not scheme.floating and not scheme.symmetric:
+        values = values - spread(_zeros(m, scheme, grid), n, k, *block)
+    if "weight_packed" in m and "weight_global_scale" in m:
+        divisor = m["weight_global_scale"].number()
+        demand(1e-35 < divisor < float("inf"), "a global scale that nothing can be divided by")
+        with np.errstate(all="ignore"):
+            scales = (scales.astype(F64) * (1 / F64(divisor))).astype(F32)
+    return Layer(product(values, spread(scales, n, k, *block)), _extras(m, scheme, n))
+
+
+def _zeros(m: Tensors, scheme: _Scheme, grid: tuple[int, int]) -> np.ndarray:
+    """Signed zero points on the grid of the scales."""
+    stored, half = m["weight_zero_point"], 1 << (scheme.bits - 1)
+    if stored.dtype == "I8":
+        zero = stored.integers().reshape(grid)
+        demand((zero >= -half).all() and (zero < half).all(), "zero points out of range")
+        return zero
+    return _unpacked(stored.words().T, scheme, grid[0]).T - half
+
+
+def _unpacked(words: np.ndarray, scheme: _Scheme, count: int) -> np.ndarray:
+    """Codes along the rows of words: one stream, or as many whole ones in a word as fit; the number of words tells which."""
+    width, per = scheme.bits, 32 // scheme.bits
+    dense, padded = words.shape[1] == -(-count * width // 32), words.shape[1] == -(-count // per)
+    demand(dense or padded, "words that fit no packing")
+    if dense and (scheme.dense or not padded or 32 % width == 0):
+        return word_stream(words, width, count)
+    fields = [(words.astype(np.int64) >> (width * i)) & ((1 << width) - 1) for i in range(per)]
+    return np.stack(fields, -1).reshape(len(words), -1)[:, :count]
+
+
+def _words(m: Tensors, scheme: _Scheme) -> Layer:
+    rows = m["weight_packed"].shape[0]
+    n, k = (int(size) for size in m["weight_shape"].integers().reshape(-1))
+    demand(n == rows and k >= 1 and not scheme.floating and 2 <= scheme.bits <= 8, "not packed integers")
+    half = 1 << (scheme.bits - 1)
+    codes = _unpacked(m["weight_packed"].words(), scheme, k) - half
+    block = scheme.block(n, k, m["weight_scale"].shape)
+    grid = blocks(n, block[0]), blocks(k, block[1])
+    scales = on_grid(m["weight_scale"], grid)
+    zeros = np.zeros(grid, np.int64) if scheme.symmetric else _zeros(m, scheme, grid)
+    index = np.arange(k) // min(block[1], k)
+    if "weight_g_idx" in m and not (m["weight_g_idx"].integers() == -1).all():
+        index = m["weight_g_idx"].integers()
+        demand(index.shape == (k,) and ((index >= 0) & (index < grid[1])).all(), "groups out of range")
+    row = np.arange(n) // min(block[0], n)
+    return Layer(product(codes - zeros[row][:, index], scales[row][:, index]), _extras(m, scheme, n))
+
+
+def _extras(m: Tensors, scheme: _Scheme, n: int) -> dict[str, np.ndarray]:
+    extras, act = bias_of(m, n), scheme.inputs
+    if act is None:
+        return extras
+    dynamic = act.get("dynamic", False)
+    if not dynamic:
+        extras["input_scale"] = positive(m["input_scale"].number())
+        if not act.get("symmetric", True):
+            extras["input_zero"] = np.array(m["input_zero_point"].number(), F32)
+    elif act.get("strategy") == "tensor_group" and str(act.get("type", "int")).lower() == "float":
+        extras["input_scale"] = positive(m["input_global_scale"].number())
+    return extras
