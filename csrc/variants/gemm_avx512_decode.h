@@ -151,7 +151,12 @@ struct ModeI8 {
     if constexpr (BITS == 8) return c.v;
     return _mm512_and_si512(j ? _mm512_srli_epi16(c.v, 4) : c.v, _mm512_set1_epi8(15));
   }
-  static INLINE Acc mac(Acc a, __m512i w, uint32_t x) { return _mm512_dpbusd_epi32(a, w, _mm512_set1_epi32(int(x))); }
+  // Not the intrinsic: GCC 12 copies each sum around it, and 24 of them no longer fit in registers.
+  static INLINE Acc mac(Acc a, __m512i w, uint32_t x) {
+    const __m512i broadcast = _mm512_set1_epi32(int(x));
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(a) : "v"(w), "v"(broadcast));
+    return a;
+  }
   static INLINE Acc add(Acc a, Acc b) { return _mm512_add_epi32(a, b); }
   static INLINE __m512 sum(Acc a) { return _mm512_cvtepi32_ps(a); }
 };

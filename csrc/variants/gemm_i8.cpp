@@ -8,7 +8,7 @@ void gemm_f32(const Call& c, int64_t first, int64_t last, uint32_t* panel, float
 
 namespace {
 
-constexpr int64_t kNarrowRows = 72;
+constexpr int64_t kNarrowRows = 100000;
 
 void blocks(const Call& c, int64_t first, int64_t last, uint32_t* panel, float* out) {
   if (c.mode == kBF16Mode) return gemm_bf16(c, first, last, panel, out);
