@@ -140,7 +140,7 @@ def test_the_mx_exponent_rounds_up_from_seven_eighths():
     assert mx_exponent(peak, 448.0).tolist() == [-8, -8, -7, -7, -7, -6, -5, -108]
 
 
-@pytest.mark.parametrize("name", ["float4_e2m1", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("name", ["float4_e2m1", "float6_e2m3", "float6_e3m2", "float8_e4m3fn", "float8_e5m2"])
 def test_round_to_is_nearest_with_ties_to_even(name):
     values = sorted({v for v in types.SCALAR_TYPES[name].values() if math.isfinite(v) and v >= 0})
     between = [(a + b) / 2 for a, b in itertools.pairwise(values)]
@@ -155,8 +155,8 @@ def test_round_to_is_nearest_with_ties_to_even(name):
 def test_errors():
     with pytest.raises(InputError, match="no single scale"):
         quantize_input(torch.zeros(1, 8), ActSpec(types.int8, granularity="group", group_size=4))
-    with pytest.raises(InputError, match="float6_e2m3"):
-        round_to(torch.zeros(1), "float6_e2m3")
+    with pytest.raises(InputError, match="float8_e4m3fnuz"):
+        round_to(torch.zeros(1), "float8_e4m3fnuz")
 
 
 @pytest.mark.gpu

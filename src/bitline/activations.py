@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bitline.errors import InputError
-from bitline.types import ActSpec
+from bitline.types import SCALAR_TYPES, ActSpec
 
 _FP8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
@@ -113,12 +113,11 @@ def round_to(values: Tensor, name: str) -> Tensor:
     if name in _FP8:
         limit = torch.finfo(_FP8[name]).max
         return values.clamp(-limit, limit).to(_FP8[name]).float()
-    if name != "float4_e2m1":
-        raise InputError("no rounding rule for this type", found=name, expected="float4_e2m1 or an FP8 type")
-    magnitude = values.abs()
-    # E2M1 steps: 0.5 below 2, 1 below 4, 2 up to 6; torch rounds halves to even, which is the even mantissa here.
-    half = (magnitude * 2).round() / 2
-    one = magnitude.round()
-    two = (magnitude / 2).round() * 2
-    out = torch.where(magnitude < 2, half, torch.where(magnitude < 4, one, two)).clamp(max=6.0)
-    return torch.copysign(out, values)
+    if name not in ("float4_e2m1", "float6_e2m3", "float6_e3m2"):
+        raise InputError("no rounding rule for this type", found=name, expected="float4_e2m1, a float6 or an FP8 type")
+    scalar = SCALAR_TYPES[name]
+    lowest = 2 - (1 << (scalar.exponent - 1))  # the exponent of the smallest normal value, and of all below it
+    # The values of one binade are `mantissa` bits apart, and torch rounds halves to even, which is the even mantissa here.
+    step = torch.frexp(values)[1].sub(1).clamp(min=lowest) - scalar.mantissa
+    rounded = torch.ldexp(torch.ldexp(values, -step).round_(), step)
+    return rounded.clamp_(-scalar.max(), scalar.max())

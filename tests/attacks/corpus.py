@@ -688,7 +688,7 @@ def quark(**changes: Any):
     return lambda c: c["global_quant_config"]["weight"].update(changes)
 
 
-for what, value in {"unknown": "int5", "missing": None, "list": ["uint4"], "of-8-bits": "int8"}.items():
+for what, value in {"unknown": "int5", "missing": None, "list": ["uint4"], "of-16-bits": "int16"}.items():
     family("quark4", f"dtype-{what}", says="not supported yet", config=quark(dtype=value), suffix="weight")
 family("quark4", "scheme-unknown", says="not supported yet", config=quark(qscheme="per_channel"), suffix="weight")
 family("quark4", "dtype-contradicts", says="another dtype", config=quark(dtype="fp4"), suffix="weight")

@@ -37,11 +37,11 @@ def check(case):
     return checkpoint
 
 
-def write(folder, config, tensors, metadata=None):
-    """A checkpoint of these tensors of the module "m.proj", opened."""
+def write(folder, config, tensors, metadata=None, modules=None):
+    """A checkpoint of these tensors of the module "m.proj", opened. modules: tensors by their whole names."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
-    whole = {f"m.proj.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    whole = {f"m.proj.{name}": tensor.contiguous() for name, tensor in tensors.items()} | (modules or {})
     save_file(whole, folder / "model.safetensors", metadata)
     return open_checkpoint(folder)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from producers import cases, check, one
+from producers import cases, check, one, write
 from slow_words import AWQ_ORDER, random_layer, signed, stream, values
 
 from bitline import CheckpointError
@@ -90,3 +90,145 @@ def test_inputs_of_another_kind_are_refused(tmp_path):
     tensors = {"weight": words(codes, "reorder"), "weight_scale": scales, "weight_zero_point": words(zeros, "reorder")}
     with pytest.raises(CheckpointError, match=r"inputs quantized this way are not supported yet.*int16 per_group"):
         one(tmp_path, config(spec(), input_tensors=spec("int16")), tensors)
+
+
+def fields(row, dtype, order="order"):
+    """One line of codes as Quark stores it: an int32 word, bytes, or a byte or word for each code."""
+    row, mask = [int(c) for c in row], (1 << int(dtype[-1])) - 1
+    if dtype.endswith("4"):
+        return words([row], order)[0]
+    if dtype == "uint2":
+        return torch.tensor([sum(c << 6 - 2 * i for i, c in enumerate(row[at : at + 4])) for at in range(0, len(row), 4)]).byte()
+    if dtype == "int3":
+        number = sum((c & mask) << 3 * i for i, c in enumerate(row))
+        return torch.tensor(list(number.to_bytes(len(row) * 3 // 8, "little"))).byte()
+    return torch.tensor(row, dtype={"int2": torch.int32, "int8": torch.int8, "uint8": torch.uint8}[dtype])
+
+
+INTEGERS = ["int2", "uint2", "int3", "int4", "uint4", "int8", "uint8"]
+
+
+@pytest.mark.parametrize("order", ["reorder", "order"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("how", ["per_tensor", "per_channel", "per_group"])
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers(dtype, how, symmetric, order, tmp_path):
+    if symmetric and dtype.startswith("u"):
+        return  # Quark has zero points for these, in the middle or not
+    n, k, width = 16, 256, int(dtype[-1])
+    low = 0 if dtype.startswith("u") else -(1 << width - 1)
+    g = torch.Generator().manual_seed(width)
+    codes = torch.randint(low, low + (1 << width), (n, k), generator=g)
+    grid = {"per_tensor": (1, 1), "per_channel": (n, 1), "per_group": (n, k // G)}[how]
+    zero = torch.zeros(grid, dtype=torch.long) if symmetric else torch.randint(low, low + (1 << width), grid, generator=g)
+    scale = torch.rand(grid, generator=g)
+    grouped = how == "per_group"
+    lines = lambda rows: torch.stack([fields(row, dtype, order) for row in rows])
+    stored_zero = {
+        "per_tensor": lambda: zero.reshape(()).int(), "per_channel": lambda: fields(zero.flatten(), dtype, order),
+        "per_group": lambda: lines(zero if dtype == "int3" else zero.t()),
+    }[how]()  # fmt: skip
+    tensors = {
+        "weight": lines(codes.t() if grouped and dtype != "int3" else codes), "weight_zero_point": stored_zero,
+        "weight_scale": scale.t() if grouped else scale.reshape(grid[:1] if how == "per_channel" else ()),
+    }  # fmt: skip
+    rule = spec(dtype, qscheme=how, ch_axis=-1 if grouped else 0, symmetric=symmetric, group_size=G if grouped else None)
+    record = one(tmp_path, config(rule, order), tensors)
+    spread = lambda t: t.repeat_interleave(G, 1) if grouped else t
+    assert record.spec.weight.bits == width
+    assert torch.equal(record.weight().dequantize(), ((codes - spread(zero)).float() * spread(scale)).float())
+
+
+@pytest.mark.parametrize("stored", [torch.int32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["uint2", "int4"])
+def test_zero_points_that_are_numbers(dtype, stored, tmp_path):
+    n, k, width = 16, 64, int(dtype[-1])
+    low = 0 if dtype.startswith("u") else -(1 << width - 1)
+    g = torch.Generator().manual_seed(3)
+    codes, zero = torch.randint(low, low + (1 << width), (n, k), generator=g), torch.randint(-20, 40, (n, k // G), generator=g)
+    zero = zero + (0.5 if stored.is_floating_point else 0)
+    scale = torch.rand(n, k // G, generator=g).bfloat16()
+    tensors = {
+        "weight": torch.stack([fields(row, dtype, "order") for row in codes.t()]), "weight_scale": scale.t(),
+        "weight_zero_point": zero.t().to(stored),
+    }  # fmt: skip
+    record = one(tmp_path, config(spec(dtype, symmetric=False, zero_point_type="float32"), "order"), tensors)
+    spread = lambda t: t.double().repeat_interleave(G, 1)
+    assert record.spec.zero == "float"
+    assert torch.equal(record.weight().dequantize(), ((codes - spread(zero)) * spread(scale)).float())
+
+
+@pytest.mark.parametrize("element", ["fp4", "fp6_e2m3", "fp6_e3m2"])
+def test_mx_under_bare_exponents(element, tmp_path):
+    n, k, width = 4, 64, 4 if element == "fp4" else 6
+    g = torch.Generator().manual_seed(7)
+    codes, exponent = torch.randint(1 << width, (n, k), generator=g), torch.randint(-100, 100, (n, k // 32), generator=g)
+    rows = []
+    for row in codes.tolist():
+        if width == 4:
+            rows.append([a | b << 4 for a, b in zip(row[::2], row[1::2], strict=True)])
+        else:
+            four = [row[i : i + 4] for i in range(0, k, 4)]
+            rows.append([byte for a, b, c, d in four for byte in (
+                a >> 4 << 6 | b >> 4 << 4 | c >> 4 << 2 | d >> 4, (a & 15) << 4 | b & 15, (c & 15) << 4 | d & 15)])  # fmt: skip
+    tensors = {"weight": torch.tensor(rows).byte(), "weight_scale": exponent.to(torch.int8).view(torch.uint8)}
+    rule = {"dtype": "mx", "mx_element_dtype": element, "group_size": 32, "ch_axis": -1, "qscheme": None}
+    record = one(tmp_path, config(rule), tensors)
+    table = torch.tensor(record.spec.weight.values(), dtype=torch.float64)
+    wanted = (table[codes] * 2.0 ** exponent.double().repeat_interleave(32, 1)).float()
+    assert record.format == f"quark mx {element}" and torch.equal(record.weight().dequantize(), wanted)
+
+
+def test_scales_of_five_exponent_bits(tmp_path):
+    codes, scale = torch.arange(256).reshape(2, 128).byte(), torch.tensor([range(0, 256, 16), range(5, 255, 16)]).byte()
+    value = lambda b: (b & 7) * 2.0**-17 if b < 8 else (8 + (b & 7)) * 2.0 ** ((b >> 3) - 18)
+    tensors = {"weight": codes, "weight_scale": scale}
+    record = one(tmp_path, config(spec("fp4", group_size=16, scale_format="e5m3")), tensors)
+    table = record.spec.weight.values()
+    wanted = [[table[c >> h & 15] * value(int(scale[n, i // 8])) for i, c in enumerate(row) for h in (0, 4)]
+              for n, row in enumerate(codes.tolist())]  # fmt: skip
+    assert torch.equal(record.weight().dequantize(), torch.tensor(wanted))
+
+
+def fp8_layer():
+    scalars = {name: torch.tensor(0.5) for name in ("weight_scale", "input_scale")}
+    return {"weight": torch.ones(4, 8).to(torch.float8_e4m3fn), **scalars}
+
+
+FP8_RULE = spec("fp8_e4m3", qscheme="per_tensor", symmetric=True)
+
+
+def test_outputs_that_go_to_a_cache_are_left_alone(tmp_path):
+    tensors = {"m.k_proj." + name: t for name, t in {**fp8_layer(), "output_scale": torch.tensor(0.1)}.items()}
+    conf = config(FP8_RULE, input_tensors=FP8_RULE, output_tensors=FP8_RULE)
+    checkpoint = write(tmp_path, conf, {"x": torch.ones(1)}, modules=tensors)
+    (record,) = checkpoint.layers()
+    assert "cache" in record.oddities[0] and str(record.spec.act) == "float8_e4m3fn-static-tensor"
+    assert checkpoint.dense_names() == ["m.proj.x"]
+
+
+def test_outputs_of_other_layers_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"output_tensors of a layer is quantized.*m\.proj"):
+        one(tmp_path, config(FP8_RULE, output_tensors=FP8_RULE), fp8_layer())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_static_inputs_with_a_zero_point(dtype, tmp_path):
+    rule = spec("int8", qscheme="per_tensor", symmetric=True)
+    tensors = {"weight": torch.ones(4, 8, dtype=torch.int8), "weight_scale": torch.tensor(1.0), "input_scale": torch.tensor(0.5)}
+    tensors["input_zero_point"] = torch.tensor(140 if dtype == "uint8" else 12, dtype=getattr(torch, dtype))
+    inputs = spec(dtype, qscheme="per_tensor", symmetric=False)
+    record = one(tmp_path, config(rule, input_tensors=inputs), tensors)
+    assert str(record.spec.act) == "int8-static-tensor-asym" and int(record.weight().input_zero) == 12
+
+
+@pytest.mark.parametrize("dtype", ["mx6", "mx9", "bfp16", "int16"])
+def test_types_that_are_not_read_are_named(dtype, tmp_path):
+    tensors = {"weight": torch.ones(4, 32, dtype=torch.uint8), "weight_scale": torch.ones(4, 2, dtype=torch.uint8)}
+    with pytest.raises(CheckpointError, match=f"not supported yet.*{dtype}"):
+        one(tmp_path, config(spec(dtype, group_size=16)), tensors)
+
+
+def test_a_layer_that_the_config_excludes_is_odd(tmp_path):
+    record = one(tmp_path, config(FP8_RULE) | {"exclude": ["lm_head", "*.proj"]}, fp8_layer())
+    assert record.oddities == ("the config says that this layer is not quantized, yet its tensors are",)

@@ -1,31 +1,34 @@
-"""AMD Quark: 4-bit integers in transposed words, int8, FP8, and FP4 or FP6 under E8M0 (MX) or E4M3 (NVFP4) scales.
+"""AMD Quark: integers of 2, 3, 4 and 8 bits, FP8, and FP4 or FP6 under E8M0 (MX), E4M3 (NVFP4) or E5M3 scales.
 
 A module is quantized if it has a `weight_scale`; the config says which of its rules made the module.
 """
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitline import bits, types
-from bitline.errors import CheckpointError
-from bitline.formats import _words
-from bitline.formats._layer import FLOATS, Layer
+from bitline import types
+from bitline.formats import quark_codes
+from bitline.formats._hints import Hints
+from bitline.formats._layer import E8M0, FLOATS, NUMBER, Layer
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.config import find_quantization
-from bitline.types import ActSpec, LinearSpec
+from bitline.formats.quark_config import Rules
+from bitline.types import ActSpec, LinearSpec, ScalarType
 
 _FP8 = {"fp8_e4m3": (types.float8_e4m3fn, torch.float8_e4m3fn), "fp8_e5m2": (types.float8_e5m2, torch.float8_e5m2)}
 _SMALL = {"fp4": types.float4_e2m1, "fp6_e2m3": types.float6_e2m3, "fp6_e3m2": types.float6_e3m2}
-_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
-_NUMBER = ((), (1,))
-_MOST_PATTERNS, _LONGEST_PATTERN = 10_000, 512
+_ZERO = "weight_zero_point"
+_FIELDS = {
+    "scale": "weight_scale", "scale2": "weight_scale_2", "zero": _ZERO, "offset": _ZERO, "input_scale": "input_scale",
+    "input_zero": "input_zero_point",
+}  # fmt: skip
+
+Parts = dict[str, Tensor | None]
 
 
 class QuarkReader:
@@ -40,91 +43,36 @@ class QuarkReader:
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
         """Every module with a weight_scale. No tensor data is read."""
         config, file = find_quantization(source)
-        rules = _Rules(config, file)
+        rules = Rules(config, file)
+        hints = Hints(rules.left_alone, file)
         for name in source.tensors:
             if name.endswith(".weight_scale"):
-                yield _Module(source, name.removesuffix(".weight_scale"), rules).layer()
-
-
-class _Rules:
-    """What the config says of each module: layer_quant_config by name, then layer_type_quant_config, then the global one."""
-
-    def __init__(self, config: Mapping[str, Any], file: Path) -> None:
-        self.file = file
-        export = self._object(config, "export")
-        self.order = export.get("pack_method") or "reorder"
-        if self.order not in ("reorder", "order"):
-            raise self.error("export.pack_method", "pack_method is not known", repr(self.order), "'reorder' or 'order'")
-        if export.get("weight_format") not in (None, "real_quantized"):
-            raise self.error(
-                "export.weight_format", "weights are not stored quantized", repr(export.get("weight_format")), "'real_quantized'"
-            )
-        self._global = self._object(config, "global_quant_config")
-        self._by_name = self._object(config, "layer_quant_config")
-        self._linear = self._object(self._object(config, "layer_type_quant_config"), "Linear")
-        if len(self._by_name) > _MOST_PATTERNS or any(len(p) > _LONGEST_PATTERN for p in self._by_name):
-            raise self.error(
-                "layer_quant_config",
-                "layer_quant_config is too large",
-                f"{len(self._by_name)} patterns",
-                f"{_MOST_PATTERNS} short ones",
-            )
-
-    def of(self, module: str) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
-        """A module's layer config, and its weight's specs: one, or one and another for its scales."""
-        found = next((key for key in self._by_name if fnmatch.fnmatchcase(module, key)), None)
-        layer = self._global if found is None else self._object(self._by_name, found)
-        if found is None and self._linear:
-            layer = self._linear
-        for part in ("bias", "output_tensors"):
-            if layer.get(part) is not None:
-                raise self.error(part, f"{part} of a layer is quantized, which is not supported yet", module, f"{part}: null")
-        specs = self.specs(layer, "weight")
-        if not specs:
-            raise self.error("weight", "the config does not say how a layer's weight is quantized", module, "a weight spec")
-        return layer, specs
-
-    def specs(self, layer: Mapping[str, Any], part: str) -> list[Mapping[str, Any]]:
-        """The specs of weight or input_tensors; none where it is not quantized."""
-        found = layer.get(part)
-        specs = found if isinstance(found, list) else [] if found is None else [found]
-        if len(specs) > 2 or not all(isinstance(spec, Mapping) for spec in specs):
-            raise self.error(
-                part, f"{part} is not a spec, nor two of them", type(found).__name__, "an object with dtype and qscheme"
-            )
-        return specs
-
-    def _object(self, config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        found = config.get(key)
-        if found is not None and not isinstance(found, Mapping):
-            raise self.error(key, f"{key} is not an object", type(found).__name__, None)
-        return found or {}
-
-    def error(self, field: str, what: str, found: object, expected: object) -> CheckpointError:
-        """An error about the config."""
-        return CheckpointError(what, file=self.file, field=field, found=found, expected=expected)
+                yield _Module(source, name.removesuffix(".weight_scale"), rules, hints).layer()
 
 
 class _Module(Layer):
     """A module under inspection, with what the config says of it."""
 
-    def __init__(self, source: TensorSource, base: str, rules: _Rules) -> None:
-        super().__init__(source, base, "weight")
-        self.rules = rules
-        config, (self.spec, *self.scale_spec) = rules.of(base)
-        self.inputs = rules.specs(config, "input_tensors")
+    def __init__(self, source: TensorSource, base: str, rules: Rules, hints: Hints) -> None:
+        super().__init__(source, base)
+        config, (self.spec, *self.scale_spec), odd = rules.of(base)
+        self.rules, self.inputs = rules, rules.specs(config, "input_tensors")
+        self.oddities += odd
+        hints.note(self)
         for suffix in ("input_rotation", "input_prescale"):
             if (info := self.find(suffix)) is not None:
                 raise self.error(info, "the input of a layer is transformed, which is not supported yet", suffix, "none")
-        self.scale = self.need("weight_scale")
+        for suffix in ("output_scale", "output_zero_point"):  # of a key-value cache
+            self.find(suffix)
         self.dtype, self.how = str(self.spec.get("dtype")), str(self.spec.get("qscheme"))
 
     def layer(self) -> LayerRecord:
         """The record, by the dtype that the config names; its tensors have to be of that dtype."""
-        if self.dtype in ("int4", "uint4") and self.how == "per_group":
-            return self._words()
-        if self.dtype in ("int8", "uint8") and self.how in ("per_tensor", "per_channel"):
-            return self._bytes()
+        self.scale = self.need("weight_scale")
+        if self.dtype in ("mx", "mx6", "mx9", "bfp16"):
+            return self._mx()
+        if self.dtype in quark_codes.INTEGERS or self.dtype == "int3":
+            return self._integers()
         if self.dtype in _FP8:
             scalar, stored = _FP8[self.dtype]
             n, k = self.matrix("weight", (stored,))
@@ -132,100 +80,182 @@ class _Module(Layer):
         if self.dtype in _SMALL and self.how == "per_group":
             scalar = _SMALL[self.dtype]
             n, columns = self.matrix("weight", (torch.uint8,))
-            if columns * 8 % scalar.bits:
-                raise self.error(self.main, "bytes do not hold whole codes", columns, f"a multiple of {scalar.bits // 2}")
-            return self._floats(n, columns * 8 // scalar.bits, scalar)
+            return self._floats(n, self._codes_in(columns, scalar.bits), scalar)
         raise self.error(
             self.main, "Quark weights of this kind are not supported yet", f"{self.dtype} {self.how}",
-            "int4 or uint4 per group, int8, FP8, fp4 or fp6 per group",
+            "integers of 2, 3, 4 or 8 bits, FP8, fp4 or fp6 per group",
         )  # fmt: skip
 
-    def _words(self) -> LayerRecord:
-        """int32 [K, N/8], scales [G, N], zero points int32 [G, N/8]; N padded to a multiple of 8."""
-        k, words = self.matrix("weight", (torch.int32,))
-        groups, n = self.matrix("weight_scale", FLOATS)
-        if words != -(-n // 8):
-            raise self.error(self.main, "weight and weight_scale do not fit", f"{words} words", f"{-(-n // 8)} for {n} rows")
-        size = self._group(k, groups)
-        zeros = self.find("weight_zero_point")
+    def _mx(self) -> LayerRecord:
+        """The "mx" type: blocks of 32 columns under exponents in two's complement, without the bias of E8M0."""
+        element, size = str(self.spec.get("mx_element_dtype")), self.spec.get("group_size")
+        axis = self.spec.get("ch_axis", -1)
+        if self.dtype != "mx" or element not in _SMALL or size != quark_codes.BLOCK or axis not in (1, -1):
+            raise self.error(
+                self.main, "Quark weights of this kind are not supported yet",
+                f"{self.dtype} of {element}, groups of {size} along axis {axis}",
+                f"mx of {', '.join(_SMALL)} in blocks of {quark_codes.BLOCK}",
+                "quantize the model again with fp4 per group and scale_format e8m0",
+            )  # fmt: skip
+        scalar = _SMALL[element]
+        n, columns = self.matrix("weight", (torch.uint8,))
+        k = self._codes_in(columns, scalar.bits)
+        grid = (n, -(-k // quark_codes.BLOCK))
+        self.need("weight_scale", (torch.uint8, torch.int8), (grid,))
+        spec = self._linear(n, k, scalar, (1, quark_codes.BLOCK), scale_dtype=torch.float8_e8m0fnu)
+
+        def build() -> Parts:
+            codes, exponent = self.read("weight"), self.read("weight_scale").view(torch.uint8)
+            scale = (exponent + 127).view(torch.float8_e8m0fnu)  # modulo 256, as bytes add
+            return {"codes": quark_codes.planes(codes) if scalar.bits == 6 else codes, "scale": scale}
+
+        return self._done(f"mx {element}", spec, build)
+
+    # ---- integers --------------------------------------------------------------------------------------------------------
+
+    def _integers(self) -> LayerRecord:
+        """Integers of a group are stored as [K, N] under scales [G, N], all others in rows; 3 bits are always in rows."""
+        grouped, three = self.how == "per_group", self.dtype == "int3"
+        width, signed, stored, per = (3, True, (torch.uint8,), 1) if three else quark_codes.INTEGERS[self.dtype]
+        rows, columns = self.matrix("weight", stored)
+        across = columns * 8 // 3 if three else columns * per
+        if three:
+            self._codes_in(columns, 3)
+        if grouped:
+            groups, n = self.matrix("weight_scale", FLOATS)
+            k = across if three else rows
+            if (rows if three else columns) != (n if three else -(-n // per)):
+                found = f"weight {[rows, columns]}, weight_scale {[groups, n]}"
+                raise self.error(self.main, "weight and weight_scale do not fit", found, f"{n} rows in both")
+            block: tuple[int, int] = (1, self._group(k, groups))
+        else:
+            n, k, groups = rows, across, 1
+            block = self._block(n, k)
+        grid = (-(-n // block[0]), -(-k // block[1]))
+        if not grouped:
+            self.need("weight_scale", FLOATS, self._shapes(grid, n))
+        # Quark writes zero points for symmetric weights too; those of signed types are all 0.
+        symmetric = signed and self.spec.get("symmetric") is not False
+        zeros = self.find(_ZERO)
+        if zeros is None and not symmetric:
+            self.need(_ZERO)
+        # Zero points that are numbers are not packed, may be outside the codes' range, and were rounded by some releases.
+        floating = zeros is not None and (zeros.dtype in FLOATS or self.spec.get("zero_point_type") == "float32")
         if zeros is not None:
-            self.need("weight_zero_point", (torch.int32,), ((groups, words),))
-        symmetric = self.dtype == "int4" and self.spec.get("symmetric") is not False
+            self._zero_shape(1 if floating else per, grid, n, grouped, three and not floating)
+        scalar: ScalarType = types.unsigned(width, symmetric=symmetric)
+        if width == 8:
+            scalar = types.int8 if symmetric else types.uint8
+        spec = self._linear(n, k, scalar, block, zero="none" if symmetric else "float" if floating else "int")
+        if floating and not symmetric:
+            spec = spec.replace(scale_dtype=torch.float32)
+        reorder, transposed = self.rules.order == "reorder", grouped and not three
+
+        def build() -> Parts:
+            codes = quark_codes.integers(self.read("weight"), self.dtype, n, k, transposed, reorder)
+            if codes is None:
+                raise self.error(self.main, f"values do not fit {width} bits", "integers out of range", self.dtype)
+            if scalar is types.int8:  # its codes are two's complement again
+                codes ^= 128
+            scale = self.read("weight_scale")
+            scale = scale.t().contiguous() if grouped else scale.reshape(grid)
+            parts: Parts = {"codes": codes, "scale": scale, "zero": None}
+            if zeros is not None and floating:
+                self._float_zeros(zeros, parts, grid, symmetric, 1 << (width - 1) if signed else 0)
+            elif zeros is not None:
+                zero = self._zeros(zeros, grid, per, grouped, reorder)
+                half = 1 << (width - 1)
+                if symmetric and bool((zero != half).any()):
+                    raise self.error(
+                        zeros, "the config says symmetric, but there are zero points", "some that are not 0", "zeros"
+                    )
+                parts["zero"] = None if symmetric else zero
+            return parts
+
+        order = f" {self.rules.order}" if width == 4 else ""
+        return self._done(f"{self.dtype}{order}", spec, build)
+
+    def _zero_shape(self, per: int, grid: tuple[int, int], n: int, grouped: bool, three: bool) -> None:
+        """Zero points are packed like the weight, `per` in an element or (three) 8 in 3 bytes; those of groups along N."""
+        if grouped:
+            shapes: tuple[tuple[int, ...], ...] = ((n, grid[1] * 3 // 8),) if three else ((grid[1], -(-n // per)),)
+        elif grid == (1, 1):
+            shapes = NUMBER
+        else:
+            flat = n * 3 // 8 if three else -(-n // per)
+            shapes = ((flat,), (flat, 1))
+        self.need(_ZERO, (torch.int32, torch.int8, torch.uint8, *FLOATS), shapes)
+
+    def _zeros(self, info: TensorInfo, grid: tuple[int, int], per: int, grouped: bool, reorder: bool) -> Tensor:
+        """Whole zero points as unsigned codes, uint8 [grid]."""
+        stored = self.read(_ZERO)
+        if grid == (1, 1) and not grouped:  # one number is not packed
+            width = 3 if self.dtype == "int3" else quark_codes.INTEGERS[self.dtype][0]
+            signed = self.dtype.startswith("int")
+            value = int(stored) + (1 << (width - 1) if signed else 0)
+            zero = torch.tensor([[value]]) if 0 <= value < 1 << width else None
+        else:
+            if per == 1 and stored.dtype not in (torch.int8, torch.uint8) and self.dtype in ("int8", "uint8"):
+                stored = stored.clamp(-256, 511)  # so that what does not fit is seen below and not cut
+            across = grid[1] if grouped and self.dtype == "int3" else grid[0]
+            lines = stored if grouped else stored.reshape(1, -1)
+            zero = quark_codes.fields(lines, self.dtype, across, reorder)
+            if zero is not None and not (grouped and self.dtype == "int3"):
+                zero = zero.t()
+        if zero is None or zero.shape != grid:
+            found = f"{int(stored.min())}..{int(stored.max())}"
+            raise self.error(info, f"zero points do not fit {self.dtype}", found, "values of that type")
+        return zero.to(torch.uint8).contiguous()
+
+    def _float_zeros(self, info: TensorInfo, parts: Parts, grid: tuple[int, int], symmetric: bool, half: int) -> None:
+        """Zero points that are numbers: W = scale * (code - zero) becomes a scale and an offset in float32."""
+        zero, scale = self.read(_ZERO).float(), parts["scale"]
+        assert scale is not None
+        zero = (zero.t() if zero.dim() == 2 else zero).reshape(grid)
+        if symmetric and bool(zero.any()):
+            raise self.error(info, "the config says symmetric, but there are zero points", "some that are not 0", "zeros")
         if not symmetric:
-            self.need("weight_zero_point")
-        signed, reorder = self.dtype == "int4", self.rules.order == "reorder"
+            parts["scale"] = scale.float().contiguous()
+            parts["offset"] = -((zero + half) * scale.float())
 
-        def build() -> dict[str, Tensor | None]:
-            codes, zero = _rows(self.read("weight"), n, reorder), None
-            if zeros is not None:
-                fields = _words.unpack_words(self.read("weight_zero_point"), 4, 8 * words)
-                fields = (_words.awq_columns(fields) if reorder else fields)[:, :n]
-                zero = ((fields + 8) & 15 if signed else fields).t().contiguous()
-            if symmetric and zero is not None:
-                self._no_zeros(zeros, bool((zero != 8).any()))
-                zero = None
-            return {"codes": codes ^ 0x88 if signed else codes, "scale": self.read("weight_scale").t().contiguous(), "zero": zero}
+    # ---- minifloats ------------------------------------------------------------------------------------------------------
 
-        scalar = types.unsigned(4, symmetric=symmetric)
-        spec = self._linear(n, k, scalar, (1, size), zero="none" if symmetric else "int")
-        return self._done(f"{self.dtype} {self.rules.order}", spec, build)
-
-    def _bytes(self) -> LayerRecord:
-        """int8 or uint8 [N, K] with a scale per row or one for all, and zero points that symmetric files have as well."""
-        n, k = self.matrix("weight", (torch.int8 if self.dtype == "int8" else torch.uint8,))
-        block = self._block(n, k)
-        grid = (n // block[0], 1)
-        shapes = (grid, (n,)) if grid != (1, 1) else (grid, *_NUMBER)
-        self.need("weight_scale", FLOATS, shapes)
-        zeros = self.find("weight_zero_point")
-        symmetric = self.dtype == "int8" and self.spec.get("symmetric") is not False
-        if zeros is not None or not symmetric:
-            self.need("weight_zero_point", (torch.int8, torch.uint8, torch.int32), shapes)
-        scalar = types.int8 if symmetric else types.uint8
-        spec = self._linear(n, k, scalar, block, zero="none" if symmetric else "int")
-
-        def build() -> dict[str, Tensor | None]:
-            codes, zero = self.read("weight").view(torch.uint8), None
-            if zeros is not None:
-                stored = self.read("weight_zero_point").int().reshape(grid)
-                if symmetric:
-                    self._no_zeros(zeros, bool(stored.any()))
-                else:
-                    half = 128 if self.dtype == "int8" else 0
-                    if int(stored.min()) + half < 0 or int(stored.max()) + half > 255:
-                        raise self.error(
-                            zeros, "zero points do not fit 8 bits", f"{int(stored.min())}..{int(stored.max())}", None
-                        )
-                    codes, zero = codes ^ half, (stored + half).to(torch.uint8)
-            return {"codes": codes, "scale": self.read("weight_scale").reshape(grid), "zero": zero}
-
-        return self._done(self.dtype, spec, build)
-
-    def _floats(self, n: int, k: int, scalar: types.ScalarType) -> LayerRecord:
-        """FP8, FP6 or FP4 rows, already the canonical stream; scales are floats, E8M0, or E4M3 under a global one."""
+    def _floats(self, n: int, k: int, scalar: ScalarType) -> LayerRecord:
+        """FP8, FP6 or FP4 rows, already the canonical stream; scales are floats, E8M0, E5M3, or E4M3 under a global one."""
         block = self._block(n, k)
         grid = (-(-n // block[0]), -(-k // block[1]))
-        flat: tuple[tuple[int, ...], ...] = _NUMBER if grid == (1, 1) else ((n,),) if grid == (n, 1) else ()
-        two = bool(self.scale_spec)
+        two, said = bool(self.scale_spec), self.spec.get("scale_format")
         if two and self.scale_spec[0].get("dtype") != "fp8_e4m3":
             found = self.scale_spec[0].get("dtype")
             raise self.error(self.scale, "scales of this kind are not supported yet", found, "fp8_e4m3")
-        mx = not two and (self.spec.get("scale_format") == "e8m0" or self.scale.dtype in _E8M0)
-        dtypes = (torch.float8_e4m3fn,) if two else _E8M0 if mx else FLOATS
-        self.need("weight_scale", dtypes, (grid, *flat))
+        five = not two and said == "e5m3"
+        mx = not two and not five and (said == "e8m0" or self.scale.dtype in E8M0)
+        dtypes = (torch.float8_e4m3fn,) if two else (torch.uint8,) if five else E8M0 if mx else FLOATS
+        self.need("weight_scale", dtypes, self._shapes(grid, n))
         if two:
-            self.need("weight_scale_2", (torch.float32,), _NUMBER)
-        spec = self._linear(n, k, scalar, block, scale_dtype=torch.float8_e8m0fnu if mx else self.scale.dtype,
-                            scale2_block=(n, k) if two else None)  # fmt: skip
+            self.number("weight_scale_2", (torch.float32,))
+        dtype = torch.float8_e8m0fnu if mx else torch.bfloat16 if five else self.scale.dtype
+        spec = self._linear(n, k, scalar, block, scale_dtype=dtype, scale2_block=(n, k) if two else None)
 
-        def build() -> dict[str, Tensor | None]:
+        def build() -> Parts:
             scale = self.read("weight_scale")
-            scale = (scale.view(torch.float8_e8m0fnu) if mx else scale).reshape(grid)
-            scale2 = self.read("weight_scale_2").double().reshape(1, 1) if two else None
-            return {"codes": self.read("weight").view(torch.uint8), "scale": scale, "scale2": scale2}
+            scale = scale.view(torch.float8_e8m0fnu) if mx else quark_codes.ue5m3()[scale.int()] if five else scale
+            scale2 = self.read("weight_scale_2", 1, 1).double() if two else None
+            return {"codes": self.read("weight").view(torch.uint8), "scale": scale.reshape(grid), "scale2": scale2}
 
-        label = f"{self.dtype} e4m3" if two else f"{self.dtype} e8m0" if mx else self.dtype
-        return self._done(label, spec, build)
+        kind = " e4m3" if two else " e8m0" if mx else " e5m3" if five else ""
+        return self._done(self.dtype + kind, spec, build)
+
+    # ---- what they have in common ----------------------------------------------------------------------------------------
+
+    def _codes_in(self, columns: int, width: int) -> int:
+        if columns * 8 % width or (width == 3 and columns % 3):
+            raise self.error(self.main, "bytes do not hold whole codes", columns, f"a multiple of {3 if width != 4 else 1}")
+        return columns * 8 // width
+
+    def _shapes(self, grid: tuple[int, int], n: int) -> tuple[tuple[int, ...], ...]:
+        flat: tuple[tuple[int, ...], ...] = NUMBER if grid == (1, 1) else ((n,),) if grid == (n, 1) else ()
+        return (grid, *flat)
 
     def _block(self, n: int, k: int) -> tuple[int, int]:
         if self.how == "per_tensor":
@@ -238,7 +268,7 @@ class _Module(Layer):
         if self.how == "per_block" and isinstance(sizes, list) and len(sizes) == 2 and all(_size(s) for s in sizes):
             return sizes[0], sizes[1]
         found = f"qscheme {self.how}, ch_axis {self.spec.get('ch_axis')}, block_size {sizes}"
-        raise self.error(self.scale, "weights are not quantized this way", found, "per tensor, row, group or block")
+        raise self.error(self.main, "weights quantized this way are not supported yet", found, "per tensor, row, group or block")
 
     def _group(self, k: int, groups: int) -> int:
         size: Any = self.spec.get("group_size")
@@ -247,9 +277,11 @@ class _Module(Layer):
             raise self.error(self.scale, "the tensors and the config disagree about groups", found, f"group_size {size!r}")
         return int(size)
 
-    def _linear(self, n: int, k: int, scalar: types.ScalarType, block: tuple[int, int], **more: Any) -> LinearSpec:
-        base = LinearSpec(n, k, scalar, block, scale_dtype=self.scale.dtype, act=self._act(), bias=self.bias(n))
-        return base.replace(**more)
+    def _linear(self, n: int, k: int, scalar: ScalarType, block: tuple[int, int], **more: Any) -> LinearSpec:
+        more = (
+            {"scale_dtype": self.source.tensors[f"{self.base}.weight_scale"].dtype, **more} if "scale_dtype" not in more else more
+        )
+        return LinearSpec(n, k, scalar, block, act=self._act(), bias=self.bias(n), **more)
 
     def _act(self) -> ActSpec | None:
         """How inputs are to be quantized; static scales are looked for."""
@@ -257,33 +289,40 @@ class _Module(Layer):
             return None
         spec, *scales = self.inputs
         dtype, how, dynamic = str(spec.get("dtype")), str(spec.get("qscheme")), spec.get("is_dynamic") is True
-        if dtype == "fp4" and how == "per_group" and dynamic and _size(spec.get("group_size")):
-            if scales and scales[0].get("dtype") == "fp8_e4m3":
-                self.need("input_scale_2", (torch.float32,), _NUMBER)
-                return ActSpec(types.float4_e2m1, True, "group", spec["group_size"], scale="e4m3")
-            if not scales and spec.get("scale_format") == "e8m0":
-                return ActSpec(types.float4_e2m1, True, "group", spec["group_size"], scale="e8m0")
-        known = {"fp8_e4m3": types.float8_e4m3fn, "int8": types.int8}
-        token = how == "per_channel" and dynamic
-        if dtype not in known or not (how == "per_tensor" or token) or spec.get("symmetric") is False or scales:
-            found = f"{dtype} {how}, {'dynamic' if dynamic else 'static'}"
-            raise self.error(self.main, "inputs quantized this way are not supported yet", found, "FP8, int8, fp4, symmetric")
+        known: dict[str, ScalarType] = {"fp8_e4m3": types.float8_e4m3fn, "int8": types.int8, "uint8": types.int8, **_SMALL}
+        found = f"{dtype} {how}, {'dynamic' if dynamic else 'static'}"
+        size, token = spec.get("group_size"), how == "per_channel" and dynamic
+        if how == "per_group" and dynamic and isinstance(size, int) and _size(size) and dtype in ("fp8_e4m3", *_SMALL):
+            if dtype == "fp4" and scales and scales[0].get("dtype") == "fp8_e4m3":
+                self.number("input_scale_2", (torch.float32,))
+                return ActSpec(types.float4_e2m1, True, "group", size, scale="e4m3")
+            if not scales and (dtype == "fp8_e4m3" or spec.get("scale_format") == "e8m0"):
+                kind: Any = "e8m0" if spec.get("scale_format") == "e8m0" else "float"
+                return ActSpec(known[dtype], True, "group", size, scale=kind)
+        elif how == "per_token" and dynamic:
+            token = True
+        symmetric = spec.get("symmetric") is not False and dtype != "uint8"
+        integer = dtype in ("int8", "uint8")
+        if dtype not in known or dtype in _SMALL or not (how == "per_tensor" or token) or scales or not (symmetric or integer):
+            raise self.error(self.main, "inputs quantized this way are not supported yet", found, "FP8, int8, fp4")
         if not dynamic:
-            self.need("input_scale", FLOATS, _NUMBER)
-            self.find("input_zero_point")
-        return ActSpec(known[dtype], dynamic, "token" if token else "tensor")
+            self.number("input_scale")
+            if not symmetric:
+                self.number("input_zero_point", (torch.int8, torch.uint8, torch.int32))
+        for suffix in ("input_scale", "input_zero_point"):
+            self.find(suffix)
+        return ActSpec(known[dtype], dynamic, "token" if token else "tensor", 0, symmetric)
 
-    def _no_zeros(self, zeros: TensorInfo | None, found: bool) -> None:
-        if found and zeros is not None:
-            raise self.error(zeros, "the config says symmetric, but there are zero points", "some that are not 0", "zeros")
-
-    def _done(self, label: str, spec: LinearSpec, build: Any) -> LayerRecord:
+    def _done(self, label: str, spec: LinearSpec, build: Callable[[], Parts]) -> LayerRecord:
         act = spec.act
 
-        def whole() -> dict[str, Tensor | None]:
-            parts: dict[str, Tensor | None] = build()
+        def whole() -> Parts:
+            parts = build()
             if act is not None and not act.dynamic:
                 parts["input_scale"] = self.read("input_scale").reshape(())
+                if not act.symmetric:
+                    shift = 128 if str(self.inputs[0].get("dtype")) == "uint8" else 0
+                    parts["input_zero"] = self.read("input_zero_point").reshape(()).int() - shift
             elif act is not None and act.scale == "e4m3":  # stored as a factor, and used as a divisor
                 value = self.read("input_scale_2").reshape(()).double()
                 if not 1e-35 < float(value) < 1e35:
@@ -292,21 +331,11 @@ class _Module(Layer):
                 parts["input_scale"] = value.reciprocal().float()
             return parts
 
-        fields = {"scale": "weight_scale", "scale2": "weight_scale_2", "zero": "weight_zero_point", "input_scale": "input_scale"}
-        return self.record(f"quark {label}", spec, whole, fields)
+        return self.record(f"quark {label}", spec, whole, _FIELDS)
 
 
 def _size(value: object) -> bool:
     return type(value) is int and 1 <= value < 1 << 31
-
-
-def _rows(words: Tensor, n: int, reorder: bool) -> Tensor:
-    """Words along N, int32 [K, ceil(N/8)], to canonical rows, uint8 [N, ceil(K/2)]; "reorder" is AWQ's order of columns."""
-    rows = _words.awq_codes(words, 8 * words.shape[1])
-    if not reorder:  # field i holds column i, and not AWQ's
-        rows = rows.view(-1, 8, rows.shape[1]).index_select(1, torch.tensor(_words.AWQ_FIELD_TO_COLUMN)).flatten(0, 1)
-    assert rows.shape[1] == bits.row_bytes(words.shape[0], 4)
-    return rows[:n]
 
 
 READER = QuarkReader()
