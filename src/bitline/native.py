@@ -26,7 +26,7 @@ SIGNATURES = {
     "bitline_init": "is", "bitline_threads": "i", "bitline_empty_regions": "vll",
     "bitline_all_finite": "ipliu",
     "bitline_transpose_words": "vplllpl", "bitline_awq_codes": "vplllpl", "bitline_ordered_words": "iplplilpl",
-    "bitline_gemm": "iplpppi", "bitline_gemm_pack": "vpllip",
+    "bitline_gemm": "iplpppi", "bitline_gemm_pack": "vpllip", "bitline_bind": "is",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32, "d": ctypes.c_double,
@@ -53,7 +53,8 @@ class Core:
             setattr(self, name.removeprefix("bitline_"), function)
         suffix = "dylib" if sys.platform == "darwin" else "so"
         beside = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
-        self.threads_from: int = self.init(str(beside if beside.exists() else beside.name).encode())
+        self.torch_library = str(beside if beside.exists() else beside.name).encode()
+        self.threads_from: int = self.init(self.torch_library)
 
     def __getattr__(self, name: str) -> Any:  # the functions of SIGNATURES, for type checkers
         raise AttributeError(name)

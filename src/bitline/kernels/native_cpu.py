@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,44 @@ from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+# The core registers an implementation for the CPU (csrc/op.cpp) when the first weight is packed; the one in Python is for a
+# process that has packed none, as one that runs an exported graph, and for a torch without the C functions that binding takes.
+_LIBRARY = torch.library.Library("bitline", "FRAGMENT")
+_LIBRARY.define("cpu_linear(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor")
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, n: int) -> Tensor:
+    bound()
+    core = native.core()
+    if core is None:
+        raise BitlineError("a weight packed for the native core has to run", found=native.why_not(), expected="the native core")
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], n)
+    rows = y.numel() // n
+    failed = rows and core.gemm(
+        x.data_ptr(), rows, weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), _DTYPES[x.dtype]
+    )
+    if failed:
+        reason = {-1: "it was packed by another version", -2: "no memory", -3: "no kernel for this level of CPU features"}[failed]
+        raise BitlineError("the native core cannot run a packed weight", found=reason)
+    return y
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, n: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n)
+
+
+_LIBRARY.impl("cpu_linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("bitline::cpu_linear", _fake, lib=_LIBRARY)
+OP = torch.ops.bitline.cpu_linear.default
+
+
+@functools.cache
+def bound() -> bool:
+    """Bind the operator to the core, once. False where that is not possible and it runs through Python."""
+    core = native.core()
+    return core is not None and core.bind(core.torch_library) == 0
 
 
 class CPUWNA16LinearKernel(Kernel):
@@ -49,6 +88,7 @@ class CPUWNA16LinearKernel(Kernel):
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """One tensor; for input schemes that the kernel does not quantize itself, their scalars."""
         packed = {"weight": packing.pack(weight)}
+        bound()
         if not packing.folds_act(weight.spec.act):
             absent = torch.empty(0)
             for name in ("input_scale", "input_zero"):
@@ -59,19 +99,18 @@ class CPUWNA16LinearKernel(Kernel):
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """See Kernel.apply."""
-        core = native.core()
-        assert core is not None, "is_supported refuses a machine without the native core"
         if len(packed) > 1:
             assert spec.act is not None
             x = fake_quantize(x, spec.act, *(t if t.numel() else None for t in packed[1:])).to(x.dtype)
-        y = x.new_empty(x.shape[0], spec.n)
-        failed = core.gemm(
-            x.data_ptr(), x.shape[0], packed[0].data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
-            _DTYPES[x.dtype],
-        )  # fmt: skip
-        if failed:
-            raise BitlineError(f"the native kernel could not run {spec}", found=f"code {failed}")
-        return y
+        return OP(x, packed[0], bias, spec.n)
+
+    @classmethod
+    def direct(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Callable[[Tensor], Tensor] | None:
+        """The operator alone, where nothing is to be done to the input before."""
+        if len(packed) > 1:
+            return None
+        weight, n = packed[0], spec.n
+        return lambda x: OP(x, weight, bias, n)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
