@@ -1,6 +1,7 @@
 #include "words.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "parallel.h"
 
@@ -51,12 +52,23 @@ BITLINE_EXPORT int bitline_ordered_words(const uint32_t* src, int64_t stride, co
     fields[j] = {perm[j] / per, uint32_t((to - from + per) % per * width)};
   }
   const WordsTable& f = table();
-  // Every word of a task's columns is read `per` times in no order: they have to stay in a core's own cache.
+  // Every word of a task's columns is read `per` times in no order. They are copied side by side into a part that a core's own
+  // cache holds: where rows lie a power of two apart, they would otherwise push each other out of it.
+  const int64_t words = k / per;
   int64_t slab = kSlab;
-  while (slab > 16 && slab * k * width / 8 > (256 << 10)) slab /= 2;
+  while (slab > 16 && slab * words * 4 > (256 << 10)) slab /= 2;
+  int failed = 0;
   parallel_ranges(columns, slab, [&](int64_t begin, int64_t end) {
-    f.ordered(src + begin, stride, fields, width, k / per, end - begin, dst + begin * dst_stride, dst_stride);
+    const int64_t n = end - begin;
+    uint32_t* part = static_cast<uint32_t*>(malloc(size_t(words * n) * 4));
+    if (part == nullptr) {
+      __atomic_store_n(&failed, -1, __ATOMIC_RELAXED);
+      return;
+    }
+    for (int64_t r = 0; r < words; ++r) memcpy(part + r * n, src + r * stride + begin, size_t(n) * 4);
+    f.ordered(part, n, fields, width, words, n, dst + begin * dst_stride, dst_stride);
+    free(part);
   });
   free(fields);
-  return 0;
+  return failed;
 }
