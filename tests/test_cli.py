@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -129,6 +130,45 @@ def test_errors_as_json(folder):
     assert (
         done.returncode == 1 and error["type"] == "CheckpointError" and error["file"] == "/no/such/folder" and error["expected"]
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run"], "Missing argument"), (["frobnicate"], "No such command"), (["explain", "x", "--m", "0"], "whole numbers"),
+        (["run", "smollm2", "--nosuch"], "No such option"), (["run", "smollm2", "-n", "none"], "Invalid value for"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else None,
+)  # fmt: skip
+def test_a_wrong_command_line_as_json(words, says):
+    done = bitline(*words, "--json")
+    error = json.loads(done.stdout)["error"]
+    assert done.returncode == 2 and says in error["message"] and error["type"] and not done.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c(as_json):
+    """In the middle of `run`: one line, no traceback, and the exit code that shells know."""
+    code = """
+import sys, time
+import bitline.cli.run as run
+run.run_report = lambda *a, **k: (print("ready", file=sys.stderr, flush=True), time.sleep(60))
+from bitline.cli.main import run
+run()
+"""
+    words = ["--json"] if as_json else []
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, "run", "model", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), env={**os.environ, "TERM": "dumb"},
+    )  # fmt: skip
+    assert child.stderr.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    if as_json:
+        assert json.loads(out)["error"]["type"] == "Interrupted" and not err
+    else:
+        assert err == "Interrupted: stopped by Ctrl-C\n" and not out
 
 
 def test_version():

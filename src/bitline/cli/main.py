@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
 import sys
@@ -23,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+INTERRUPTED = 130
+_UsageError: Any = typer.BadParameter.__mro__[2]  # ClickException, whose module differs among typer's versions
 out = Console()
 err = Console(stderr=True)
 
@@ -33,25 +36,44 @@ Strict = Annotated[bool, typer.Option(help="Fail where --kernel or --backend can
 
 
 def run() -> None:
-    """Entry point: 0 done, 1 the input or the machine was at fault, 2 the command line was."""
+    """Entry point: 0 done, 1 the input or the machine was at fault, 2 the command line was, 130 it was interrupted."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without × is no reason to fail
     try:
-        app()
-    except BitlineError as error:
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # typer's word for Ctrl-C; anything else it returns is a command's own exit code
+            raise KeyboardInterrupt
+        sys.exit(code or 0)
+    except _UsageError as error:
         if "--json" in sys.argv:
-            emit({"error": {"type": type(error).__name__, "message": str(error), "file": error.file, "tensor": error.tensor,
-                            "found": error.found, "expected": error.expected, "fix": error.fix}})  # fmt: skip
+            _fail(type(error).__name__, error.format_message())
         else:
-            err.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-            err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            error.show()
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        if err.is_terminal:
+            err.print()  # the answer, or the terminal's ^C, ends in the middle of a line
+        _fail("Interrupted", "stopped by Ctrl-C")
+        sys.exit(INTERRUPTED)
+    except BitlineError as error:
+        _fail(type(error).__name__, str(error), file=error.file, tensor=error.tensor, field=error.field,
+              found=error.found, expected=error.expected, fix=error.fix)  # fmt: skip
         sys.exit(1)
     except OSError as error:
         if error.errno != errno.EPIPE:  # EPIPE: the reader of our output has gone, there is nobody to say anything to
             err.print(f"cannot write the output: {error.strerror}", markup=False, highlight=False)
         sys.stdout = sys.stderr = None  # or Python flushes again on its way out
         sys.exit(1)
+
+
+def _fail(kind: str, message: str, **facts: str | None) -> None:
+    """Say what went wrong: one JSON object on stdout where `--json` was asked for, else a line on stderr."""
+    if "--json" in sys.argv:
+        emit({"error": {"type": kind, "message": message, **facts}})
+    else:
+        err.print(f"[bold red]{kind}[/]: ", end="")
+        err.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 def emit(report: dict[str, Any]) -> None:
@@ -71,7 +93,7 @@ def rows_of_m(text: str) -> tuple[int, ...]:
     """`1,16,512` to numbers."""
     parts = [p.strip() for p in text.split(",") if p.strip()]
     if not parts or not all(p.isascii() and p.isdigit() and 0 < int(p) <= 1 << 16 for p in parts):
-        raise typer.BadParameter("give whole numbers from 1 to 65536, separated by commas, for example 1,16,512")
+        raise typer.BadParameter("give whole numbers from 1 to 65536, separated by commas, as in 1,16,512", param_hint="--m")
     return tuple(int(p) for p in parts)
 
 
@@ -116,12 +138,17 @@ def run_model(
 @app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint folder, a .safetensors or a .gguf file, or smollm2.")],
+    scales: Annotated[
+        bool | None,
+        typer.Option("--scales/--no-scales", help="Read the scales too, and say what is odd; by default if small."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint holds: one row per distinct kind of layer, and every oddity found. Reads no weight data."""
+    """Say what a checkpoint holds: one row per distinct kind of layer, and every oddity found. Reads no weights."""
     from bitline.cli.inspect import inspect_report, show
 
-    report = inspect_report(path)
+    gc.disable()  # a model of experts is a million small objects, none of them garbage, which would be walked over and over
+    report = inspect_report(path, scales)
     emit(report) if as_json else show(report)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
@@ -26,5 +28,20 @@ def table(*columns: str) -> Grid:
 
 
 def size(count: float) -> str:
-    """Bytes in MB (10**6) or GB."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    """Bytes in kB (10**3), MB or GB."""
+    if count >= 1e9:
+        return f"{count / 1e9:.2f} GB"
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 or count == 0 else f"{count / 1e3:.1f} kB"
+
+
+def layer_names(names: Sequence[str], *, short: bool = False) -> str:
+    """`30 × q_proj`, or the kinds of layers that share something; a single layer's full name, or `1 × lm_head` if `short`."""
+    kinds = dict.fromkeys(map(last_word, names))
+    return f"{len(names)} × {', '.join(kinds)}" if len(names) > 1 or short else names[0]
+
+
+def last_word(name: str) -> str:
+    """The last part of a module's name that is no number: `down_proj` of `mlp.experts.3.down_proj` and `experts.down_proj.3`."""
+    while (part := name.rpartition("."))[2].isdigit() and part[1]:
+        name = part[0]
+    return part[2]

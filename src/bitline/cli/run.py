@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bitline.cli.fetch import local_path
 from bitline.cli.main import dtype_of, err, out
-from bitline.cli.render import size, table
+from bitline.cli.render import layer_names, size, table
 from bitline.embedding import QuantEmbedding
 from bitline.generate import encode, generate, load_tokenizer
 from bitline.model import PlanRow, load_model, plan, quant_linears, quiet_transformers
@@ -123,20 +123,14 @@ def _show_plan(rows: list[PlanRow], network: Any, path: Path, device: torch.devi
     grid = table("layers", "N×K", "format", "kernel", "runner-up, and why it lost")
     for row in rows:
         shape, kernel = f"{row.spec.n}×{row.spec.k}", short_name(row.choice.best.name)
-        grid.add_row(_short(row.names), shape, row.format, kernel, row.choice.lost_because)
+        grid.add_row(layer_names(row.names), shape, row.format, kernel, row.choice.lost_because)
     out.print(grid)
     for row in rows:
-        near, what = row.choice.nearest_fast, escape(_short(row.names))
+        near, what = row.choice.nearest_fast, escape(layer_names(row.names))
         if row.choice.note:
             out.print(f"[yellow]note[/] {what}: {escape(row.choice.note)}", highlight=False)
         if row.choice.degraded and near:
             out.print(f"[yellow]degraded[/] {what}: {near.name} would be faster; {escape(near.verdict.reason)}", highlight=False)
-
-
-def _short(names: tuple[str, ...]) -> str:
-    """`30 × q_proj`, or the kinds that share a shape."""
-    kinds = list(dict.fromkeys(n.rpartition(".")[2] for n in names))
-    return f"{len(names)} × " + ", ".join(kinds) if len(names) > 1 else names[0]
 
 
 def _show_figures(generation: Any, memory: dict[str, int], loaded: float, warm: float, checks: list[LayerCheck]) -> None:
