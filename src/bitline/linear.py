@@ -137,6 +137,7 @@ class QuantLinear(nn.Module):
         self._packed: list[Tensor] = [self.get_buffer(name) for name in self._names]
         self._call = (self._buffers["bias"], self.choice.best.name, self.spec.key)
         self._multiplier = self._buffers["input_multiplier"]
+        self._direct = self.choice.kernel.direct(self._packed, self._buffers["bias"], self.spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -151,6 +152,9 @@ class QuantLinear(nn.Module):
             # Here and not in a kernel: every kernel can do it, and a compiler can fuse it with what made x. torch multiplies
             # in float32, or what is wider than both dtypes, and rounds once.
             x = (x * self._multiplier).to(spec.act_dtype)
+        if self._direct is not None:
+            op, arguments = self._direct
+            return op(x, *arguments)
         if x.dim() == 2:
             return OP(x, self._packed, *self._call)
         rows = math.prod(x.shape[:-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ class Kernel:
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """x [M, K] contiguous in spec.act_dtype, M from 0 up; `packed` is what `pack` gave, in its order. -> [M, N]."""
         raise NotImplementedError
+
+    @classmethod
+    def direct(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> tuple[Any, tuple[Any, ...]] | None:
+        """An operator of the kernel's own and what follows x [..., K] in its arguments, giving [..., N]; None to go by `apply`."""
+        return None
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:

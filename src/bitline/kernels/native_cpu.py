@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -105,12 +105,9 @@ class CPUWNA16LinearKernel(Kernel):
         return OP(x, packed[0], bias, spec.n)
 
     @classmethod
-    def direct(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Callable[[Tensor], Tensor] | None:
+    def direct(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> tuple[Any, tuple[Any, ...]] | None:
         """The operator alone, where nothing is to be done to the input before."""
-        if len(packed) > 1:
-            return None
-        weight, n = packed[0], spec.n
-        return lambda x: OP(x, weight, bias, n)
+        return None if len(packed) > 1 else (OP, (packed[0], bias, spec.n))
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
