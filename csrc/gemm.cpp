@@ -9,7 +9,7 @@ namespace bitline {
 namespace {
 
 const GemmTable* table() {
-  static constexpr const GemmTable* tables[kLevels] = {nullptr, nullptr,
+  static constexpr const GemmTable* tables[kLevels] = {nullptr, BITLINE_AVX2_TABLE(&avx2::gemm),
                                                        BITLINE_AVX512_TABLE(&avx512::gemm), nullptr};
   int at = level();
   while (at > 0 && tables[at] == nullptr) --at;
