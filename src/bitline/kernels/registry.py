@@ -24,6 +24,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "EmulationMxfp8LinearKernel",
     ),
     "bitline.kernels.triton.w4a16": ("TritonW4A16LinearKernel",),
+    "bitline.kernels.hopper.linear": ("GluonHopperLinearKernel",),
     "bitline.kernels.triton.scaled_mm": ("TritonInt8ScaledMMLinearKernel", "TritonFp8BlockScaledMMKernel"),
     "bitline.kernels.torch_fp8": (
         "PerTensorTorchFP8ScaledMMLinearKernel",
@@ -36,6 +37,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "CutlassFP8ScaledMMLinearKernel",
         "CutlassFp8BlockScaledMMKernel",
     ),
+    "bitline.kernels.native_cpu": ("CPUWNA16LinearKernel",),
     "bitline.kernels.torch_int4_cpu": ("TorchInt4PackLinearKernel",),
     "bitline.kernels.torch_int8_cpu": ("TorchInt8PackLinearKernel",),
     "bitline.kernels.torch_int8_mm": ("TorchInt8ScaledMMLinearKernel",),

@@ -1,0 +1,130 @@
+"""GluonHopperLinearKernel: weight-only linear on an H100 or H200, one packed layout for every number of rows."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline.kernels.base import Kernel, Packed
+from bitline.kernels.hopper import layout
+from bitline.kernels.hopper.launch import run
+from bitline.kernels.hopper.scheme import Scheme, scheme_of
+from bitline.platform import Platform
+from bitline.types import YES, LinearSpec, Verdict, no
+from bitline.weight import QuantizedWeight
+
+
+class GluonHopperLinearKernel(Kernel):
+    """4- and 8-bit integers, E2M1 and E4M3 with 16-bit inputs; up to 16 rows at the memory's pace, then by wgmma.
+
+    Up to 16 rows, scales of 64 and more columns multiply float32 sums; finer ones, and all above 16 rows, multiply the
+    weight in the input's dtype, as torch's dequantized weight is rounded.
+    """
+
+    platforms = ("cuda",)
+    backend = "gluon"
+    priority = 20
+    act_dtypes = (torch.bfloat16, torch.float16)
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """Hopper itself (sm90), and the version of Triton whose Gluon the device code is written in."""
+        if platform.vendor != "cuda" or platform.capability != 90:
+            return no(
+                f"the device code is for sm90's wgmma and TMA; this is {platform.arch or platform.vendor}", "an H100 or H200"
+            )
+        if "triton" not in platform.packages:
+            return no("the package triton is not installed", "pip install triton")
+        if platform.interpreted:
+            return no("Triton's interpreter cannot run Gluon")
+        return _version()
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """Weight-only; groups of 16, 32, or any multiple of 64 columns, or a scale a row, block or tensor."""
+        found = scheme_of(spec)
+        return found if isinstance(found, Verdict) else YES
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """words (`layout`); scale and zero [tiles, groups, 8, 2]; alpha [1]; perm int32 [K]. Absent ones are empty."""
+        spec, scheme = weight.spec, _scheme(weight.spec)
+        words = layout.pack_words(weight.codes, scheme.width, spec.k, scheme.flip)
+        if scheme.format == "e4m3" and scheme.half:
+            words = layout.byte_pairs(words)
+        elif scheme.format in ("e2m1", "e4m3"):
+            words = layout.spread(words, scheme.width)
+        row = (torch.arange(spec.n, device=weight.device) + spec.block_offset[0]) // spec.block[0]
+        absent = torch.empty(0, device=weight.device)
+        scale = weight.scale if scheme.alpha or weight.scale2 is None else weight.scales()
+        scale = scale.to(torch.float32 if scheme.wide else spec.act_dtype)
+        if scheme.format == "e4m3":
+            scale, row = _poisoned(scale, row, weight)
+        groups = scheme.groups - scale.shape[1]  # every block of 64 columns has its scales, those of padding are zero
+        pad = functools.partial(torch.nn.functional.pad, pad=(0, groups))
+        return {
+            "words": words,
+            "scale": layout.pair_table(pad(scale), row),
+            "zero": absent if weight.zero is None else layout.pair_table(pad(weight.zero), row),
+            "alpha": weight.scale2.reshape(1).float() if scheme.alpha and weight.scale2 is not None else absent,
+            "perm": absent.int() if weight.perm is None else weight.perm,
+        }
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        if x.shape[0] == 0:
+            return x.new_empty(0, spec.n)
+        return run(x, packed, bias, spec)
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """A roofline with the shares that were measured on an H200."""
+        rates = platform.rates
+        size = cls.packed_bytes(spec) + m * (spec.n + spec.k) * 2
+        flops = 2.0 * m * spec.n * spec.k
+        share = 0.9 if m <= 16 else 0.55 if m <= 128 else 0.85
+        return max(size / (0.9 * rates.bandwidth), flops / (share * rates.bf16)) + rates.launch
+
+    @classmethod
+    def packed_bytes(cls, spec: LinearSpec) -> int:
+        """Bytes of the packed tensors."""
+        scheme = scheme_of(spec)
+        if isinstance(scheme, Verdict):
+            return spec.weight_bytes()
+        tiles, columns = layout.padded(spec.n, spec.k)
+        rows = tiles * layout.ROWS
+        entry = (4 if scheme.wide else 2) + (1 if spec.zero == "int" else 0)
+        return rows * columns * scheme.width // 8 + rows * scheme.groups * entry + (4 * spec.k if spec.act_order else 0)
+
+
+def _scheme(spec: LinearSpec) -> Scheme:
+    found = scheme_of(spec)
+    if isinstance(found, Verdict):
+        raise ValueError(f"{spec}: {found.reason}")
+    return found
+
+
+@functools.cache
+def _version() -> Verdict:
+    """Gluon is experimental: its names change between versions, so the device code is only for the one it was tested with."""
+    version = importlib.metadata.version("triton")
+    if version.split(".")[:2] != ["3", "6"]:
+        return no(f"the device code is written in the Gluon of Triton 3.6; this is Triton {version}", "pip install triton==3.6.0")
+    return YES
+
+
+def _poisoned(scale: Tensor, row: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """E4M3's code for NaN is decoded as 480 here: a row that has one gets a scale of NaN, so that its outputs are NaN."""
+    codes: Any = weight.codes[:, : weight.spec.k]
+    bad = torch.cat([((part & 0x7F) == 0x7F).any(1) for part in codes.split(4096)])
+    if not bool(bad.any()):
+        return scale, row
+    scale = scale.index_select(0, row).clone()
+    scale[bad] = float("nan")
+    return scale, torch.arange(weight.spec.n, device=row.device)

@@ -1,0 +1,170 @@
+"""PTX of the Hopper kernels: codes to pairs of 16-bit numbers, and the products of a unit of 128 columns by mma.sync.
+
+Each number is decoded exactly. 4-bit codes are or-ed into the mantissa of 128 (bf16) or 1024 (fp16), 8-bit ones into that
+of 1024 (fp16); a bfloat16 has room for seven bits, so the eighth chooses between 128 and 256 as what is subtracted.
+"""
+
+from __future__ import annotations
+
+
+class Format:
+    """How the codes of one scheme are decoded for one input dtype.
+
+    name: "u4" (code - 8), "z4" (code - zero point), "u8" (code - 128), "z8" (code - zero point), "e2m1" and "e4m3" (in the
+    bit order of `layout.spread` for bfloat16; e4m3 as `layout.byte_pairs` for float16).
+    half: the input is float16, else bfloat16.
+    """
+
+    registers = "a0,a1,a2,a3,t,one,magic,minus,minus1"
+
+    def __init__(self, name: str, half: bool) -> None:
+        self.name, self.half = name, half
+        self.width = 8 if name in ("u8", "z8", "e4m3") else 4
+        self.planes = self.width // 4
+        self.zero = name.startswith("z")
+        self.type = "f16x2" if half else "bf16x2"
+
+    def constants(self, zero: str = "") -> str:
+        """Set what `field` needs; zero: the operand that holds the zero points of rows g (byte 0) and g + 8 (byte 1)."""
+        if self.name == "e2m1":
+            return "mov.b32 one,0x7E807E80;"  # 2**126, the difference of the exponents' biases
+        if self.name == "e4m3":
+            return "mov.b32 one,0x7B807B80;"  # 2**120
+        s = (
+            "mov.b32 magic,0x64006400; mov.b32 one,0x3C003C00;"
+            if self.half
+            else "mov.b32 magic,0x43004300; mov.b32 one,0x3F803F80;"
+        )
+        if self.name == "z8" and not self.half:  # the zero point minus 128, as the codes are
+            for i, out in enumerate(("minus", "minus1")):
+                s += f"mov.b32 t,0; prmt.b32 t,{zero},t,{0x4040 + 0x101 * i:#x}; lop3.b32 {out},t,0x007f007f,magic,0xea;"
+                s += f"lop3.b32 t,t,0x00800080,0x43804380,0x6a; sub.bf16x2 {out},{out},t;"
+            return s
+        if self.zero:  # -(1024 + zero) or -(128 + zero)
+            high = "0xE4" if self.half else "0xC3"
+            return s + f"mov.b32 t,{high}; prmt.b32 minus,{zero},t,0x4040; prmt.b32 minus1,{zero},t,0x4141;"
+        middle = {("u4", True): "0xE408E408", ("u4", False): "0xC308C308", ("u8", True): "0xE480E480"}.get(
+            (self.name, self.half), "0"
+        )
+        return s + f"mov.b32 minus,{middle};"
+
+    def field(self, out: str, word: str, row: int, half: int) -> str:
+        """The pair of numbers of one row (0 for g, 1 for g + 8) and half, from its word (8 bits: of that half's plane)."""
+        if self.name == "e2m1":
+            return self._e2m1(out, word, row + 2 * half)
+        if self.name == "e4m3":
+            return self._e4m3(out, word, row)
+        shift = 4 * (row + 2 * half) if self.width == 4 else 8 * row
+        s = f"shr.u32 t,{word},{shift};" if shift else ""
+        word = "t" if shift else word
+        minus = "minus1" if self.zero and row else "minus"
+        if self.width == 4 or self.half:
+            mask = "0x000f000f" if self.width == 4 else "0x00ff00ff"
+            return s + f"lop3.b32 {out},{word},{mask},magic,0xea; fma.rn.{self.type} {out},{out},one,{minus};"
+        # 128 + the low seven bits, minus 256 or 128 by the eighth
+        s += f"lop3.b32 {out},{word},0x007f007f,magic,0xea; lop3.b32 t,{word},0x00800080,0x43804380,0x6a;"
+        return s + f"sub.bf16x2 {out},{out},t;" + (f"sub.bf16x2 {out},{out},{minus};" if self.zero else "")
+
+    def _e2m1(self, out: str, word: str, at: int) -> str:
+        if at == 0:
+            s = f"and.b32 {out},{word},0x81c081c0;"
+        elif at < 3:
+            s = f"shl.b32 t,{word},{3 * at}; and.b32 {out},t,0x81c081c0;"
+        else:
+            s = f"shl.b32 t,{word},1; and.b32 {out},t,0x80008000; shr.u32 t,{word},5; lop3.b32 {out},t,0x01000100,{out},0xea;"
+            s += f"shr.u32 t,{word},4; lop3.b32 {out},t,0x00c000c0,{out},0xea;"
+        return s + f"mul.rn.bf16x2 {out},{out},one;"
+
+    def _e4m3(self, out: str, word: str, row: int) -> str:
+        if self.half:
+            return f"{{ .reg .b16 u,v; mov.b32 {{u,v}},{word}; cvt.rn.f16x2.e4m3x2 {out},{'v' if row else 'u'}; }}"
+        if row == 0:
+            s = f"and.b32 {out},{word},0x87f087f0;"
+        else:
+            s = f"shl.b32 t,{word},4; and.b32 {out},t,0x80f080f0; shr.u32 t,{word},4; lop3.b32 {out},t,0x07000700,{out},0xea;"
+        return s + f"mul.rn.bf16x2 {out},{out},one;"
+
+
+def mma_unit(name: str, half: bool, blocks: int, mt: int, scaled: bool) -> tuple[str, str]:
+    """(assembly, constraints): `blocks` times 64 columns of a 16-row tile against 8*mt rows of x.
+
+    Inputs: words [blocks][planes][4], x [mt][blocks][half][4], then the words of zero points where the format has them (one
+    for each block if scaled), then (scaled) for each block the scale of rows g and g + 8 as pairs, then 4*mt sums to start
+    from. Outputs: 4*mt sums.
+    """
+    f = Format(name, half)
+    planes = f.planes
+    no = 4 * mt
+    at = no
+    w = [f"${at + i}" for i in range(4 * planes * blocks)]
+    at += len(w)
+    x = [[f"${at + m * 8 * blocks + i}" for i in range(8 * blocks)] for m in range(mt)]
+    at += 8 * blocks * mt
+    zeros = [f"${at + b}" for b in range(blocks if scaled else 1)] if f.zero else []  # of each block, or of the unit
+    at += len(zeros)
+    scale = [(f"${at + 2 * b}", f"${at + 2 * b + 1}") for b in range(blocks)] if scaled else []
+    at += 2 * len(scale)
+    c = [f"${at + i}" for i in range(no)]
+    s = f"{{ .reg .b32 {f.registers}; {f.constants(*zeros[:1])}\n"
+    for i in range(no):
+        s += f"mov.b32 ${i}, {c[i]};"
+    kind = "f16" if half else "bf16"
+    for b in range(blocks):
+        if b and scaled and f.zero:
+            s += f.constants(zeros[b])
+        for h in range(2):
+            for j in range(2):  # the columns of two neighbouring registers of x
+                for i in range(4):
+                    s += f.field(f"a{i}", w[(b * planes + h * (planes - 1)) * 4 + 2 * j + i // 2], i % 2, h)
+                    if scaled:
+                        s += f"mul.rn.{f.type} a{i},a{i},{scale[b][i % 2]};"
+                for m in range(mt):
+                    d = ",".join(f"${4 * m + i}" for i in range(4))
+                    at = 8 * b + 4 * h + 2 * j
+                    s += (
+                        f"\nmma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{d}}},{{a0,a1,a2,a3}},"
+                        f"{{{x[m][at]},{x[m][at + 1]}}},{{{d}}};\n"
+                    )
+    inputs = len(w) + 8 * blocks * mt + len(zeros) + 2 * len(scale)
+    return s + "}", ",".join(["=&f"] * no + ["r"] * inputs + ["f"] * no)
+
+
+def load_words(count: int) -> tuple[str, str]:
+    """`count` times 16 bytes, 512 apart, read once."""
+    s = "".join(
+        f"ld.global.nc.L1::no_allocate.v4.b32 {{${4 * i},${4 * i + 1},${4 * i + 2},${4 * i + 3}}},[${4 * count}+{512 * i}];"
+        for i in range(count)
+    )
+    return s, ",".join(["=r"] * 4 * count if count == 1 else ["=&r"] * 4 * count) + ",l"
+
+
+def load_x(blocks: int) -> tuple[str, str]:
+    """For each block of 64 columns 32 bytes of a row of x, as two halves."""
+    s = ""
+    for i in range(2 * blocks):
+        out = f"{{${4 * i},${4 * i + 1},${4 * i + 2},${4 * i + 3}}}"
+        s += f"ld.global.nc.v4.b32 {out},[${8 * blocks}+{128 * (i // 2) + 16 * (i % 2)}];"
+    return s, ",".join(["=&r"] * 8 * blocks) + ",l"
+
+
+def fragment(name: str, half: bool) -> tuple[str, str]:
+    """(assembly, constraints) of one step's fragment: words, zero word where the format has one, scale pairs -> 8 numbers."""
+    f = Format(name, half)
+    planes = f.planes
+    words = [f"${8 + i}" for i in range(planes)]
+    at = 8 + planes
+    zeros = [f"${at}"] if f.zero else []
+    at += f.zero
+    s = f"{{ .reg .b32 {f.registers}; {f.constants(*zeros)}"
+    for i in range(4):
+        s += f.field(f"a{i}", words[(i // 2) * (planes - 1)], i % 2, i // 2) + f"mul.rn.{f.type} a{i},a{i},${at + i % 2};"
+    for i in range(4):
+        s += f"mov.b32 {{${2 * i},${2 * i + 1}}},a{i};"
+    return s + "}", ",".join(["=h"] * 8 + ["r"] * (planes + f.zero + 2))
+
+
+def duplicate(half: bool, wide: bool) -> tuple[str, str]:
+    """A scale as a pair of the input's dtype: from a float32 (wide) one, from a word that holds rows g and g + 8 both."""
+    if wide:
+        return f"cvt.rn.{'f16x2' if half else 'bf16x2'}.f32 $0, $1, $1;", "=r,f"
+    return "prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;", "=&r,=r,r"

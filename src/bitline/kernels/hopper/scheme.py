@@ -1,0 +1,80 @@
+"""Which layers the Hopper kernels can do, and what their packed form and device code are."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from bitline import types
+from bitline.types import LinearSpec, Verdict, no
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """format: a name of `ptx.Format`. half: input float16. flip: what codes are xor-ed with.
+
+    wide: scales are float32, else the input's dtype. fine: scales of 64 columns, 2 or 4 where groups are 32 or 16 columns,
+    else 1. per: blocks of 64 columns that share a scale, 0 where a row has one. alpha: a factor of the whole weight is kept
+    apart. blocks: blocks of 64 columns that are decoded at a time where few rows are multiplied.
+    """
+
+    format: str
+    half: bool
+    flip: int
+    wide: bool
+    fine: int
+    per: int
+    alpha: bool
+    blocks: int
+    groups: int
+
+    @property
+    def width(self) -> int:
+        """Bits of a code."""
+        return 8 if self.format in ("u8", "z8", "e4m3") else 4
+
+    @property
+    def zero(self) -> bool:
+        """With zero points."""
+        return self.format.startswith("z")
+
+
+_PLAIN = {types.uint4b8: ("u4", 0), types.int4: ("u4", 8), types.uint8b128: ("u8", 0), types.int8: ("u8", 128),
+          types.float4_e2m1: ("e2m1", 0), types.float8_e4m3fn: ("e4m3", 0)}  # fmt: skip
+_ZERO = {types.uint4: "z4", types.uint8: "z8"}
+_EXACT = {(torch.float8_e8m0fnu, torch.bfloat16), (torch.float8_e4m3fn, torch.bfloat16), (torch.float8_e4m3fn, torch.float16)}
+
+
+@functools.lru_cache(maxsize=4096)
+def scheme_of(spec: LinearSpec) -> Scheme | Verdict:
+    """The scheme of a layer, or why it is none."""
+    if spec.act is not None:
+        return no(f"the input is to be quantized ({spec.act}); this kernel is weight-only", "a weight-only scheme, such as W4A16")
+    if spec.zero == "int" and spec.weight in _ZERO:
+        name, flip = _ZERO[spec.weight], 0
+    elif spec.zero == "none" and spec.weight in _PLAIN:
+        name, flip = _PLAIN[spec.weight]
+    else:
+        extra = {"int": " with zero points", "float": " with float offsets", "none": ""}[spec.zero]
+        return no(
+            f"{spec.weight}{extra} has no decoder here", "4- or 8-bit integers, symmetric or with integer zero points, E2M1, E4M3"
+        )
+    half = spec.act_dtype == torch.float16
+    if name == "e2m1" and half:
+        return no("E2M1 weights are decoded to bfloat16 only", "with input dtype bfloat16")
+    if spec.ragged or spec.block_offset[1]:
+        return no("groups of unequal size, or cut inside", "groups that start at column 0 and are equally long")
+    bk = spec.block[1]
+    channel = bk >= spec.k
+    if not channel and bk % 64 and bk not in (16, 32):
+        return no(f"groups of {bk} columns", "groups of 16, 32 or a multiple of 64 columns, or one scale a row")
+    fine = 1 if channel or bk % 64 == 0 else 64 // bk
+    per = 0 if channel else max(1, bk // 64)
+    alpha = spec.scale2_block == (spec.n, spec.k)
+    folded = spec.scale2_block is not None and not alpha
+    wide = folded or not (spec.scale_dtype == spec.act_dtype or (spec.scale_dtype, spec.act_dtype) in _EXACT)
+    blocks = 2 if spec.k % 128 == 0 and per % 2 == (1 if fine > 1 else 0) else 1
+    groups = 1 if channel else -(-(-(-spec.k // 64) * 64) // bk)
+    return Scheme(name, half, flip, wide, fine, per, alpha, blocks, groups)

@@ -1,0 +1,354 @@
+# mypy: ignore-errors
+"""Device code for more than 16 rows of x: persistent, warp-specialised, by wgmma with the weights as operand A in registers.
+
+One producer warp brings tiles of x, words and scales by TMA into a ring of stages of h*64 columns; nb warpgroups each own mr
+blocks of 64 rows of W against bm rows of x. The weights of the next 64 columns are decoded and scaled, in the input's dtype,
+while the asynchronous product of the last ones runs; x is operand B, in shared memory. Output leaves through shared memory
+and TMA, which clips it to M and N.
+
+P programs take T // P whole tiles each (T tiles in all); the other T % P are cut along K in equal parts. The program that
+holds the start of such a tile adds the parts of the others in their order, so that results are the same in every run.
+`flags` counts finished parts and is zero again at the end.
+
+S is a `launch.Code`, G a `launch.Geometry`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@gluon.jit
+def share(p, P, R, KS):
+    """Stages [u0, u1) of the cut tiles that program p has, and the number of tiles that they lie in."""
+    u0 = (p * R) // P
+    u1 = ((p + 1) * R) // P
+    return u0, u1, gl.where(u1 > u0, (u1 - 1) // KS - u0 // KS + 1, 0)
+
+
+@gluon.jit
+def segment(s, p, P, whole, u0, u1, KS, TM, TN, GN: gl.constexpr):
+    """The s-th piece of work of program p: its tile, [pn, pm] along N and M, and its stages [k0, k1)."""
+    j = s - whole
+    t0 = u0 // KS
+    uncut = s < whole
+    tile = gl.where(uncut, p + s * P, whole * P + t0 + j)
+    k0 = gl.where(uncut, 0, gl.where(j > 0, 0, u0 - t0 * KS))
+    k1 = gl.where(uncut, KS, gl.minimum(KS, u1 - (t0 + j) * KS))
+    width = GN * TM
+    g = tile // width
+    r = tile - g * width
+    size = gl.minimum(TN - g * GN, GN)
+    pn = g * GN + r % size
+    pm = r // size
+    return tile, k0, k1, pn, pm
+
+
+@gluon.jit
+def bring_weights(wd, sd, zd, full, wb, sb, zb, st, k, pn, S: gl.constexpr, G: gl.constexpr):
+    """Request the words, scales and zero points of one stage, and announce its bytes, those of x included."""
+    NT: gl.constexpr = G.nb * G.mr
+    WORDS: gl.constexpr = 128 * S.planes
+    ENTRY: gl.constexpr = 16 if S.wide else 8
+    BYTES: gl.constexpr = G.h * (G.bm * 128 + NT * 16 * (WORDS + ENTRY * S.fine + (4 * S.fine if S.zero else 0)))
+    mbarrier.expect(full.index(st), BYTES)
+    H: gl.constexpr = G.h
+    for h in gl.static_range(H):
+        b = k * G.h + h
+        tma.async_copy_global_to_shared(wd, [pn * (NT * 4), b * WORDS], full.index(st), wb.index(st * G.h + h))
+        if S.per > 0:
+            entry = b * S.fine // S.per
+        else:
+            entry = b * 0
+        tma.async_copy_global_to_shared(sd, [pn * (NT * 4), entry * ENTRY], full.index(st), sb.index(st * G.h + h))
+        if S.zero:
+            tma.async_copy_global_to_shared(zd, [pn * (NT * 4), entry * 8], full.index(st), zb.index(st * G.h + h))
+
+
+@gluon.jit
+def bring_x(xd, full, xb, st, k, pm, G: gl.constexpr):
+    """Request x for one stage."""
+    H: gl.constexpr = G.h
+    for h in gl.static_range(H):
+        tma.async_copy_global_to_shared(xd, [pm * G.bm, (k * G.h + h) * 64], full.index(st), xb.index(st * G.h + h))
+
+
+@gluon.jit
+def producer(xd, wd, sd, zd, xb, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S: gl.constexpr, G: gl.constexpr):
+    """Fill the ring."""
+    p = gl.program_id(0)
+    u0, u1, parts = share(p, P, R, KS)
+    st = 0
+    ph = 1
+    pre = 0
+    if G.pdl:  # the weights of the first stages do not depend on the kernel before, x does
+        _tile, k0, k1, pn, pm = segment(0, p, P, whole, u0, u1, KS, TM, TN, G.gn)
+        pre = gl.minimum(G.stages, k1 - k0)
+        for i in range(0, pre):
+            bring_weights(wd, sd, zd, full, wb, sb, zb, i, k0 + i, pn, S, G)
+        gdc_wait()
+        for i in range(0, pre):
+            bring_x(xd, full, xb, i, k0 + i, pm, G)
+        wrapped = pre == G.stages
+        st = gl.where(wrapped, 0, pre)
+        ph = gl.where(wrapped, 0, 1)
+    for s in range(whole + parts):
+        _tile, k0, k1, pn, pm = segment(s, p, P, whole, u0, u1, KS, TM, TN, G.gn)
+        if G.pdl:
+            k0 = gl.where(s == 0, k0 + pre, k0)
+        for k in range(k0, k1):
+            mbarrier.wait(empty.index(st), ph)
+            bring_weights(wd, sd, zd, full, wb, sb, zb, st, k, pn, S, G)
+            bring_x(xd, full, xb, st, k, pm, G)
+            last = st + 1 == G.stages
+            st = gl.where(last, 0, st + 1)
+            ph = gl.where(last, ph ^ 1, ph)
+
+
+@gluon.jit
+def spread(s, FINE: gl.constexpr, LW: gl.constexpr):
+    """[4, 8*FINE] to what broadcasts against [4 warps, 4 steps, 8 rows, 4 lanes]."""
+    s = gl.reshape(s, [4, FINE, 8])
+    if FINE == 2:
+        s = gl.reshape(gl.join(s, s), [4, 2, 8, 2])
+        s = gl.reshape(gl.permute(s, [0, 1, 3, 2]), [4, 4, 8])
+    return gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(3, LW), assert_trivial=True), 3)
+
+
+@gluon.jit
+def table(buf, b: gl.constexpr, FINE: gl.constexpr):
+    """Entries of block b's four row tiles, [4, 8*FINE]: lane 4*g + q gets those of row g."""
+    if FINE == 1:
+        REG: gl.constexpr = []
+    elif FINE == 2:
+        REG: gl.constexpr = [[0, 8]]
+    else:
+        REG: gl.constexpr = [[0, 8], [0, 16]]
+    LANE: gl.constexpr = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
+    L: gl.constexpr = gl.DistributedLinearLayout(REG, LANE, [[1, 0], [2, 0]], [], [4, 8 * FINE])
+    return buf.slice(b * 4, 4, dim=0).load(L)
+
+
+@gluon.jit
+def scale_pairs(buf, b: gl.constexpr, S: gl.constexpr):
+    """Scales of rows g and of rows g + 8, each twice in a word, in the input's dtype."""
+    if S.wide:
+        if S.fine == 1:
+            REG: gl.constexpr = [[0, 1]]
+        elif S.fine == 2:
+            REG: gl.constexpr = [[0, 1], [0, 16]]
+        else:
+            REG: gl.constexpr = [[0, 1], [0, 16], [0, 32]]
+        LANE: gl.constexpr = [[0, 0], [0, 0], [0, 2], [0, 4], [0, 8]]
+        L: gl.constexpr = gl.DistributedLinearLayout(REG, LANE, [[1, 0], [2, 0]], [], [4, 16 * S.fine])
+        lo, hi = gl.split(gl.reshape(buf.slice(b * 4, 4, dim=0).load(L), [4, 8 * S.fine, 2]))
+        lo = gl.inline_asm_elementwise(S.duplicate[0], S.duplicate[1], [lo], dtype=gl.int32, is_pure=True, pack=1)
+        hi = gl.inline_asm_elementwise(S.duplicate[0], S.duplicate[1], [hi], dtype=gl.int32, is_pure=True, pack=1)
+        return lo, hi
+    else:
+        both = table(buf, b, S.fine)
+        lo, hi = gl.inline_asm_elementwise(
+            S.duplicate[0], S.duplicate[1], [both], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )  # fmt: skip
+        return lo, hi
+
+
+@gluon.jit
+def weights(wb, sb, zb, i, b: gl.constexpr, A: gl.constexpr, S: gl.constexpr):
+    """64 x 64 weights of buffer i and row block b, decoded and scaled: the fragment of operand A."""
+    LW: gl.constexpr = gl.BlockedLayout([1, 4, 1, 1], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
+    WL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    lo, hi = scale_pairs(sb.index(i), b, S)
+    words = wb.index(i).slice(b * 4, 4, dim=0)
+    if S.planes == 1:
+        args = (gl.convert_layout(gl.reshape(words.load(WL), [4, 4, 8, 4]), LW, assert_trivial=True),)
+    else:
+        w0 = gl.reshape(words.slice(0, 128, dim=1).load(WL), [4, 4, 8, 4])
+        w1 = gl.reshape(words.slice(128, 128, dim=1).load(WL), [4, 4, 8, 4])
+        args = (gl.convert_layout(w0, LW, assert_trivial=True), gl.convert_layout(w1, LW, assert_trivial=True))
+    if S.zero:
+        args = args + (spread(table(zb.index(i), b, S.fine).to(gl.int32), S.fine, LW),)
+    args = args + (spread(lo, S.fine, LW), spread(hi, S.fine, LW))
+    if S.half:
+        f = gl.inline_asm_elementwise(S.fragment[0], S.fragment[1], args, dtype=(gl.float16,) * 8, is_pure=True, pack=1)
+    else:
+        f = gl.inline_asm_elementwise(S.fragment[0], S.fragment[1], args, dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1)
+    # f is [half][row][element]; each join adds the innermost axis. All that follows only renames registers.
+    rows0 = gl.join(gl.join(f[0], f[4]), gl.join(f[1], f[5]))
+    rows1 = gl.join(gl.join(f[2], f[6]), gl.join(f[3], f[7]))
+    v = gl.reshape(gl.join(rows0, rows1), [4, 4, 8, 4, 2, 2, 2])  # warp, step, g, lane, half, element, row
+    return gl.convert_layout(gl.reshape(gl.permute(v, [0, 6, 2, 1, 4, 3, 5]), [64, 64]), A, assert_trivial=True)
+
+
+@gluon.jit
+def finish(
+    r: gl.constexpr, acc, c: gl.constexpr, od, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R,
+    poff, rows, S: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """Write a tile, or a part of one for the program that holds its start."""
+    b: gl.constexpr = c * G.mr + r
+    NT: gl.constexpr = G.nb * G.mr
+    SIZE: gl.constexpr = 64 * G.bm
+    j = tile - whole * P
+    if k0 > 0:
+        gl.store(ws + (p * NT + b) * SIZE + poff, acc)
+        gl.thread_barrier()
+        gl.atomic_add(flags + j * NT + b, 1, sem="release", scope="gpu")
+    else:
+        if k1 < KS:
+            others = ((j + 1) * KS * P + R - 1) // R - 1 - p
+            f = gl.atomic_add(flags + j * NT + b, 0, sem="acquire", scope="gpu")
+            while f != others:
+                f = gl.atomic_add(flags + j * NT + b, 0, sem="acquire", scope="gpu")
+            gl.thread_barrier()
+            gl.atomic_xchg(flags + j * NT + b, 0, sem="relaxed", scope="gpu")
+            if G.bm <= 64:  # independent loads first: three parts are what even splits have
+                l0 = gl.load(ws + ((p + 1) * NT + b) * SIZE + poff, cache_modifier=".cg")
+                two = (poff >= 0) & (others > 1)
+                three = (poff >= 0) & (others > 2)
+                l1 = gl.load(ws + ((p + 2) * NT + b) * SIZE + poff, mask=two, other=0.0, cache_modifier=".cg")
+                l2 = gl.load(ws + ((p + 3) * NT + b) * SIZE + poff, mask=three, other=0.0, cache_modifier=".cg")
+                acc += l0
+                acc += l1
+                acc += l2
+                for q in range(p + 4, p + 1 + others):
+                    acc += gl.load(ws + (q * NT + b) * SIZE + poff, cache_modifier=".cg")
+            else:
+                for q in range(p + 1, p + 1 + others):
+                    acc += gl.load(ws + (q * NT + b) * SIZE + poff, cache_modifier=".cg")
+        n = (pn * NT + b) * 64
+        if S.alpha:
+            acc *= gl.load(alpha_ptr)
+        if S.bias:
+            acc += gl.load(bias_ptr + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
+        o = ob.index(b)
+        tma.store_wait(0)
+        gl.thread_barrier()
+        o.permute([1, 0]).store(acc.to(gl.float16 if S.half else gl.bfloat16))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(od, [pm * G.bm, n], o)
+
+
+@gluon.jit
+def consumer(
+    c: gl.constexpr, od, xb, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R,
+    S: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: its mr blocks of 64 rows."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, G.bm, 16])
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    BM: gl.constexpr = G.bm
+    b0: gl.constexpr = c * G.mr
+    b1: gl.constexpr = c * G.mr + G.mr - 1
+    p = gl.program_id(0)
+    u0, u1, parts = share(p, P, R, KS)
+    total = whole * KS + (u1 - u0)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, mma))
+    cols = gl.arange(0, G.bm, gl.SliceLayout(0, mma))
+    poff = ((cols // 8) * 512 + cols % 8)[None, :] + (rows * 8)[:, None]
+    it = 0
+    st = 0
+    ph = 0
+    mbarrier.wait(full.index(0), 0)
+    X = weights(wb, sb, zb, 0, b0, A, S)
+    if G.mr == 2:
+        Y = weights(wb, sb, zb, 0, b1, A, S)
+    for s in range(whole + parts):
+        tile, k0, k1, pn, pm = segment(s, p, P, whole, u0, u1, KS, TM, TN, G.gn)
+        acc = gl.zeros([64, BM], gl.float32, mma)
+        if G.mr == 2:
+            acb = gl.zeros([64, BM], gl.float32, mma)
+        for _k in range(k0, k1):
+            last = st + 1 == G.stages
+            sn = gl.where(last, 0, st + 1)
+            now = ph
+            ph = gl.where(last, ph ^ 1, ph)
+            it += 1
+            X1 = X
+            tok = warpgroup_mma(X, xb.index(st * G.h).permute([1, 0]), acc, is_async=True)
+            if G.mr == 2:
+                Y1 = Y
+                tob = warpgroup_mma(Y, xb.index(st * G.h).permute([1, 0]), acb, is_async=True)
+            if G.h == 2:
+                if G.sb:  # passed already: a border, so that ptxas does not move the decoding behind the product
+                    mbarrier.wait(full.index(st), now)
+                X1 = weights(wb, sb, zb, st * 2 + 1, b0, A, S)
+                if G.mr == 2:
+                    Y1 = weights(wb, sb, zb, st * 2 + 1, b1, A, S)
+                    acc, acb, _x, _y, X1, Y1 = warpgroup_mma_wait(0, deps=[tok, tob, X, Y, X1, Y1])
+                    tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
+                    tob = warpgroup_mma(Y1, xb.index(st * 2 + 1).permute([1, 0]), acb, is_async=True)
+                else:
+                    acc, _x, X1 = warpgroup_mma_wait(0, deps=[tok, X, X1])
+                    tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
+            mbarrier.wait(full.index(sn), ph, pred=it < total)
+            X2 = weights(wb, sb, zb, sn * G.h, b0, A, S)
+            if G.mr == 2:
+                Y2 = weights(wb, sb, zb, sn * G.h, b1, A, S)
+                acc, acb, _x, _y, X, Y = warpgroup_mma_wait(0, deps=[tok, tob, X1, Y1, X2, Y2])
+            else:
+                acc, _x, X = warpgroup_mma_wait(0, deps=[tok, X1, X2])
+            mbarrier.arrive(empty.index(st), count=1)
+            st = sn
+        if G.pdl and s == 0:
+            gdc_wait()
+        finish(
+            0, acc, c, od, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R, poff, rows, S, G
+        )  # fmt: skip
+        if G.mr == 2:
+            finish(
+                1, acb, c, od, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R, poff, rows, S, G
+            )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["N", "KS", "TM", "TN", "P", "whole", "R"])
+def wide(
+    xd, wd, sd, zd, od, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S: gl.constexpr, G: gl.constexpr
+):  # fmt: skip
+    """y [M, N] = alpha * x [M, K] @ W.T + bias.
+
+    xd, od: x and y, tiles [bm, 64]. wd: words [N/16, K/64 * 128*planes]. sd, zd: scales and zero points [N/16, groups * …].
+    KS: stages in K. TM, TN: tiles along M and N. P programs, `whole` tiles for each; R: stages of the tiles that are cut.
+    """
+    NT: gl.constexpr = G.nb * G.mr
+    RING: gl.constexpr = G.stages * G.h
+    if S.half:
+        T: gl.constexpr = gl.float16
+    else:
+        T: gl.constexpr = gl.bfloat16
+    xb = gl.allocate_shared_memory(T, [RING, G.bm, 64], xd.layout)
+    wb = gl.allocate_shared_memory(gl.int32, [RING, NT * 4, 128 * S.planes], wd.layout)
+    if S.wide:
+        sb = gl.allocate_shared_memory(gl.float32, [RING, NT * 4, 16 * S.fine], sd.layout)
+    else:
+        sb = gl.allocate_shared_memory(gl.int32, [RING, NT * 4, 8 * S.fine], sd.layout)
+    zb = sb
+    if S.zero:
+        zb = gl.allocate_shared_memory(gl.int16, [RING, NT * 4, 8 * S.fine], zd.layout)
+    ob = gl.allocate_shared_memory(T, [NT, G.bm, 64], od.layout)
+    full = gl.allocate_shared_memory(gl.int64, [G.stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [G.stages, 1], mbarrier.MBarrierLayout())
+    if G.pdl:
+        gdc_launch_dependents()
+    STAGES: gl.constexpr = G.stages
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=G.nb)
+    # fmt: off
+    if G.nb == 1:
+        gl.warp_specialize([
+            (consumer, (0, od, xb, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
+            (producer, (xd, wd, sd, zd, xb, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
+        ], [1], [40])
+    else:
+        gl.warp_specialize([
+            (consumer, (0, od, xb, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
+            (consumer, (1, od, xb, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
+            (producer, (xd, wd, sd, zd, xb, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
+        ], [4, 1], [232, 40])
+    # fmt: on

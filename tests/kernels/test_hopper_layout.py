@@ -1,0 +1,177 @@
+"""The Hopper kernels' packed layout, walked on a CPU as the device code walks it, and their decoders' arithmetic."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from bitline import bits, types
+from bitline.kernels.hopper import layout
+from bitline.kernels.hopper.linear import GluonHopperLinearKernel
+from bitline.kernels.hopper.scheme import Scheme, scheme_of
+from bitline.testing.generators import random_weight
+from bitline.types import LinearSpec
+
+BASE = LinearSpec(200, 520, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
+SHAPES = [(16, 64), (48, 256), (21, 131), (5, 65), (130, 1)]
+
+
+def padded_codes(weight):
+    n, k = weight.shape
+    tiles, columns = layout.padded(n, k)
+    whole = torch.zeros(tiles * 16, columns, dtype=torch.uint8)
+    whole[:n, :k] = weight.unpacked()
+    return whole
+
+
+def wgmma_walk(words, width):
+    """What lane 4*g + q of warp `tile` gets as its register fragment of each step of 16 columns, by PTX's table: codes
+    [rows, columns]. Words of a step are read at 32*step + lane."""
+    tiles, blocks, planes, _ = words.shape
+    out = torch.zeros(tiles * 16, blocks * 64, dtype=torch.uint8)
+    for step in range(4):
+        for lane in range(32):
+            g, q = lane // 4, lane % 4
+            at = 32 * step + lane
+            for r in range(2):
+                for h in range(2):
+                    for e in range(2):
+                        word = words[:, :, h if planes == 2 else 0, at]
+                        shift = 16 * e + (8 * r if width == 8 else 4 * (r + 2 * h))
+                        code = (word >> shift) & ((1 << width) - 1)
+                        out[g + 8 * r :: 16, 16 * step + 8 * h + 2 * q + e :: 64] = code.to(torch.uint8)
+    return out
+
+
+def mma_walk(words, width):
+    """What lane 4*g + q multiplies with the 32 bytes of x at column 16*q: 16 bytes of words at 32*q + 4*g, word j // 2 … of
+    product (h, j) against the pairs 2*j and 2*j + 1 of half h."""
+    tiles, blocks, planes, _ = words.shape
+    out = torch.zeros(tiles * 16, blocks * 64, dtype=torch.uint8)
+    for lane in range(32):
+        g, q = lane // 4, lane % 4
+        for h in range(2):
+            for j in range(2):
+                for i in range(4):  # registers a0 … a3: rows g, g + 8 with b0, then with b1
+                    word = words[:, :, h if planes == 2 else 0, 32 * q + 4 * g + 2 * j + i // 2]
+                    for e in range(2):
+                        shift = 16 * e + (8 * (i % 2) if width == 8 else 4 * (i % 2 + 2 * h))
+                        column = 16 * q + 8 * h + 2 * (2 * j + i // 2) + e
+                        out[g + 8 * (i % 2) :: 16, column::64] = ((word >> shift) & ((1 << width) - 1)).to(torch.uint8)
+    return out
+
+
+@pytest.mark.parametrize("walk", [wgmma_walk, mma_walk])
+@pytest.mark.parametrize("n, k", SHAPES)
+@pytest.mark.parametrize("scalar", [types.uint4b8, types.uint8b128], ids=str)
+def test_both_readers_see_the_canonical_codes(scalar, n, k, walk):
+    weight = random_weight(BASE.replace(n=n, k=k, weight=scalar, block=(1, k)), 1)
+    words = layout.pack_words(weight.codes, scalar.bits, k, 0)
+    assert torch.equal(walk(words, scalar.bits), padded_codes(weight))
+
+
+@pytest.mark.parametrize("scalar", [types.int4, types.int8], ids=str)
+def test_signed_codes_become_offset_binary(scalar):
+    weight = random_weight(BASE.replace(weight=scalar), 1)
+    flip = 1 << (scalar.bits - 1)
+    words = layout.pack_words(weight.codes, scalar.bits, 520, flip)
+    assert torch.equal(wgmma_walk(words, scalar.bits)[:200, :520], weight.unpacked() ^ flip)
+
+
+def test_packing_in_runs_is_packing_at_once(monkeypatch):
+    weight = random_weight(BASE, 2)
+    whole = layout.pack_words(weight.codes, 4, 520, 0)
+    monkeypatch.setattr(layout, "_CHUNK_BYTES", 1)
+    assert torch.equal(layout.pack_words(weight.codes, 4, 520, 0), whole)
+
+
+def test_rows_cut_before_packing_are_rows_of_the_packed_form():
+    weight = random_weight(BASE.replace(n=192, k=512), 3)
+    whole = GluonHopperLinearKernel.pack(weight)
+    for dim, parts in ((0, 4), (1, 2)):
+        shards = [GluonHopperLinearKernel.pack(weight.shard(dim, rank, parts)) for rank in range(parts)]
+        for name in ("words", "scale"):
+            assert torch.equal(torch.cat([s[name] for s in shards], dim), whole[name])
+
+
+def decoded(halves, mask, shifts, factor):
+    """Half-words, shifted and masked as the device code does, as the bfloat16 that they are."""
+    pattern = sum(((halves << s if s >= 0 else halves >> -s) & m) for s, m in zip(shifts, mask, strict=True)) & 0xFFFF
+    return (pattern << 16).to(torch.int64).to(torch.int32).view(torch.float32) * factor
+
+
+@pytest.mark.parametrize(
+    "scalar, fields, factor",
+    [
+        (
+            types.float4_e2m1,
+            [*(((0x81C0,), (s,)) for s in (0, 3, 6)), ((0x8000, 0x100, 0xC0), (1, -5, -4))],
+            2.0**126,
+        ),
+        (types.float8_e4m3fn, [((0x87F0,), (0,)), ((0x80F0, 0x700), (4, -4))], 2.0**120),
+    ],
+    ids=["e2m1", "e4m3"],
+)
+def test_float_codes_decode_by_shift_and_mask(scalar, fields, factor):
+    codes = torch.randint(0, 1 << scalar.bits, (4, 4, scalar.bits // 4, 128, 8 * 4 // scalar.bits))
+    if scalar.bits == 8:
+        codes[(codes & 127) == 127] = 0  # NaN is handled by the scale
+    places = torch.arange(codes.shape[-1]) * scalar.bits
+    words = (codes << places).sum(-1).to(torch.int64)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    moved = layout.spread(words, scalar.bits).view(torch.int16).to(torch.int64) & 0xFFFF
+    values = torch.tensor(scalar.values())[codes.view(*words.shape[:-1], 256, -1)]
+    for f, (mask, shifts) in enumerate(fields):
+        assert torch.equal(decoded(moved, mask, shifts, factor), values[..., f])
+
+
+def test_bytes_of_a_row_side_by_side():
+    words = torch.arange(0x03020100, 0x03020100 + 1, dtype=torch.int32).repeat(2, 2, 2, 128)
+    assert torch.equal(layout.byte_pairs(words), torch.full_like(words, 0x03010200))
+
+
+def test_a_pair_table_holds_rows_g_and_g_plus_8_side_by_side():
+    values = torch.randn(21, 3)
+    table = layout.pair_table(values, torch.arange(21))
+    assert table.shape == (2, 3, 8, 2)
+    for row in range(32):
+        want = values[row] if row < 21 else torch.zeros(3)
+        assert torch.equal(table[row // 16, :, row % 8, row // 8 % 2], want)
+    blocks = layout.pair_table(values[:2], torch.arange(21) // 16)
+    assert torch.equal(blocks[0, :, 3, 1], values[0]) and torch.equal(blocks[1, :, 4, 0], values[1])
+
+
+def test_e4m3_nan_makes_its_row_nan():
+    spec = BASE.replace(n=32, k=64, block=(32, 64), weight=types.float8_e4m3fn)
+    weight = random_weight(spec, 1)
+    codes = weight.codes.clone()
+    codes[5, 9] = 0xFF
+    packed = GluonHopperLinearKernel.pack(dataclasses.replace(weight, codes=codes))["scale"]
+    rows = packed.permute(0, 3, 2, 1).reshape(32)
+    assert rows.isnan().nonzero().tolist() == [[5]]
+
+
+def test_bits_per_weight():
+    for scale, most in ((torch.bfloat16, 4.125), (torch.float16, 4.25)):
+        spec = BASE.replace(n=4096, k=4096, scale_dtype=scale)
+        assert GluonHopperLinearKernel.packed_bytes(spec) * 8 / (4096 * 4096) <= most
+        packed = GluonHopperLinearKernel.pack(random_weight(spec.replace(n=64, k=256), 1))
+        assert sum(t.nbytes for t in packed.values()) == GluonHopperLinearKernel.packed_bytes(spec.replace(n=64, k=256))
+
+
+def test_what_it_takes_and_refuses():
+    e2m1 = BASE.replace(weight=types.float4_e2m1)
+    takes = [BASE, BASE.replace(block=(1, 32)), BASE.replace(block=(1, 520)), BASE.replace(weight=types.uint4, zero="int"),
+             BASE.replace(weight=types.int8, act_dtype=torch.float16), BASE.replace(act_order=True),
+             e2m1.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(200, 520))]  # fmt: skip
+    assert all(isinstance(scheme_of(s), Scheme) for s in takes)
+    for spec in (BASE.replace(weight=types.uint2b2), BASE.replace(block=(1, 48)), BASE.replace(weight=types.uint4, zero="float"),
+                 BASE.replace(act=types.ActSpec(types.int8)), e2m1.replace(act_dtype=torch.float16)):  # fmt: skip
+        verdict = GluonHopperLinearKernel.can_implement(spec)
+        assert not verdict and verdict.reason and verdict.fix
+
+
+def test_codes_of_padding_do_not_depend_on_noise():
+    weight = random_weight(BASE.replace(k=33, block=(1, 33)), 1)
+    clean = bits.pack(weight.unpacked(), 4)
+    assert torch.equal(layout.pack_words(weight.codes, 4, 33, 0), layout.pack_words(clean, 4, 33, 0))
