@@ -184,7 +184,8 @@ class _Module(Layer):
         else:
             flat = n * 3 // 8 if three else -(-n // per)
             shapes = ((flat,), (flat, 1))
-        self.need(_ZERO, (torch.int32, torch.int8, torch.uint8, *FLOATS), shapes)
+        packed = None if shapes is NUMBER else torch.uint8 if three else {8: torch.int32, 4: torch.uint8}.get(per)
+        self.need(_ZERO, (torch.int32, torch.int8, torch.uint8, *FLOATS) if packed is None else (packed,), shapes)
 
     def _zeros(self, info: TensorInfo, grid: tuple[int, int], per: int, grouped: bool, reorder: bool) -> Tensor:
         """Whole zero points as unsigned codes, uint8 [grid]."""
