@@ -34,18 +34,20 @@ float widened(uint32_t half) {
 
 using namespace bitline;
 
-// Packed rows of codes, `stride` bytes apart, to torch's layout, dst [padded n / block, planes * k_pad, block / 2]. A code
+// Packed rows of codes, `stride` bytes apart, to torch's layout, dst [n_pad / block, planes * k_pad, block / 2]. A code
 // becomes (code ^ flip) + add modulo 256, or map[code] where a map of 16 is given; with two planes the high nibbles of that
-// come before the low ones. What lies past n and k is zero. k_pad is a multiple of 32, block is 64 or 32.
+// come before the low ones. What lies past n and k is zero. k_pad is a multiple of 32, n_pad
+// one of block, which is 64 or 32.
 BITLINE_EXPORT void bitline_int4pack(const uint8_t* src, int64_t stride, int64_t n, int64_t k, int width, int flip, int add,
-                                     const uint8_t* map, int planes, int64_t k_pad, const int* order, uint8_t* dst) {
+                                     const uint8_t* map, int planes, int64_t n_pad, int64_t k_pad, const int* order,
+                                     uint8_t* dst) {
   const NibbleLayout layout{order[0], order[1], order[2], order[3], order[4]};
   const Int4PackTable& f = table();
   const auto unpack = bitstream().unpack;
   const int64_t half = layout.block / 2;
   const bool as_it_is = width == 4 && planes == 1 && map == nullptr && add == 0;
-  parallel_for((n + layout.block - 1) / layout.block, [&](int64_t block) {
-    const int64_t first = block * layout.block, rows = n - first < layout.block ? n - first : layout.block;
+  parallel_for(n_pad / layout.block, [&](int64_t block) {
+    const int64_t first = block * layout.block, rows = n - first < layout.block ? n - first : layout.block;  // perhaps none
     uint8_t nibbles[2][kMostRows4 * kChunk / 2], codes[kChunk];
     memset(nibbles, 0, sizeof nibbles);
     for (int64_t at = 0; at < k_pad; at += kChunk) {

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bitline import native
+
 ROW_CHUNK_BYTES = 1 << 21  # a chunk of unpacked rows, and its float32 values, stay in a last-level cache
 
 
@@ -27,6 +29,11 @@ def unpack(codes: Tensor, bits: int, k: int) -> Tensor:
     n = codes.shape[0]
     if bits == 8:
         return codes[:, :k]
+    core = native.usable(codes)
+    if core is not None:
+        plain = torch.empty(n, k, dtype=torch.uint8)
+        core.unpack(codes.data_ptr(), codes.stride(0), n, k, bits, plain.data_ptr())
+        return plain
     if bits == 4:  # both nibbles of a byte at once, in the two bytes of a word: three times faster than one by one
         words = codes.to(torch.int16)
         return (words << 4).bitwise_or_(words).bitwise_and_(0x0F0F).view(torch.uint8)[:, :k]
@@ -59,6 +66,11 @@ def pack(values: Tensor, bits: int) -> Tensor:
     n, k = values.shape
     if bits == 8:
         return values.contiguous()
+    core = native.usable(values)
+    if core is not None:
+        packed = torch.empty(n, row_bytes(k, bits), dtype=torch.uint8)
+        core.pack(values.data_ptr(), values.stride(0), n, k, bits, packed.data_ptr())
+        return packed
     values = values & ((1 << bits) - 1)
     unit = 8 // bits if 8 % bits == 0 else 8
     if k % unit:
@@ -92,7 +104,18 @@ def narrow(codes: Tensor, bits: int, start: int, stop: int) -> Tensor:
 
 
 def take(codes: Tensor, bits: int, k: int, index: Tensor) -> Tensor:
-    """Columns `index` (int64 [K']) of packed rows of k columns, repacked."""
+    """Columns `index` (int64 [K']) of packed rows of k columns, repacked. An IndexError where one is outside [0, k)."""
+    core = native.usable(codes, index)
+    if core is not None and index.dtype == torch.int64:
+        out = native.empty(codes.shape[0], row_bytes(index.numel(), bits), dtype=torch.uint8)
+        failed = core.take(
+            codes.data_ptr(), codes.stride(0), codes.shape[0], k, bits, index.data_ptr(), index.numel(), out.data_ptr()
+        )
+        if failed == -2:
+            raise MemoryError("no memory to take columns in")
+        if failed:
+            raise IndexError(f"a column to take is outside [0, {k})")
+        return out
     return map_columns(codes, bits, k, lambda rows: rows.index_select(1, index), index.numel())
 
 

@@ -11,10 +11,14 @@ import ctypes
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bitline import env
 from bitline.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ABI = 1  # of bitline_abi() in csrc/isa.cpp
 LEVELS = ("portable", "avx2", "avx512", "amx")
@@ -26,12 +30,19 @@ SIGNATURES = {
     "bitline_init": "is", "bitline_threads": "i", "bitline_empty_regions": "vll",
     "bitline_all_finite": "ipliu",
     "bitline_transpose_words": "vplllpl", "bitline_awq_codes": "vplllpl", "bitline_ordered_words": "iplplilpl",
+    "bitline_unpack": "vplllip", "bitline_pack": "vplllip", "bitline_take": "ipllliplp",
+    "bitline_transpose": "iplllip", "bitline_zero_points": "ipllliuiip", "bitline_large_pages": "vpl",
+    "bitline_int4pack": "vpllliiipillpp", "bitline_int4pack_scales": "vppplllllpldiip",
     "bitline_gemm": "iplpppi", "bitline_gemm_pack": "vpllip", "bitline_bind": "is",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32, "d": ctypes.c_double,
     "s": ctypes.c_char_p, "v": None,
 }  # fmt: skip
+LARGE = 4 << 20  # bytes: memory of this size has a large page of its own wherever it begins
+# The first bits, without the sign, of a number that is not finite.
+_NOT_FINITE = {"torch.float16": 0x7C00, "torch.bfloat16": 0x7F80, "torch.float32": 0x7F800000,
+               "torch.float8_e4m3fn": 0x7F, "torch.float8_e5m2": 0x7C}  # fmt: skip
 
 
 class Core:
@@ -142,6 +153,50 @@ def _set(found: Core, level: str) -> None:
         have = ", ".join(LEVELS[: found.isa_highest() + 1])
         raise InputError("no such level of CPU features here", found=repr(level), expected=have,
                          fix="set BITLINE_CPU_ISA to one of them, or not at all")  # fmt: skip
+
+
+def usable(*tensors: Tensor) -> Core | None:
+    """The core, where its functions can be given all of these: plain CPU tensors whose rows lie in one piece each."""
+    import torch
+
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or (tensor.dim() and tensor.stride(-1) != 1):
+            return None
+    return None if torch.compiler.is_compiling() else core()
+
+
+def empty(*shape: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
+    """torch.empty, under large pages where it is large: a system takes longer to bring small pages than to copy into them."""
+    import torch
+
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if out.nbytes >= LARGE and out.device.type == "cpu" and type(out) is torch.Tensor:
+        found = core()
+        if found is not None:
+            found.large_pages(out.data_ptr(), out.nbytes)
+    return out
+
+
+def all_finite(x: Tensor) -> bool | None:
+    """Whether no number is NaN or infinite; None where the core cannot tell."""
+    found = usable(x)
+    first = _NOT_FINITE.get(str(x.dtype))
+    if found is None or first is None or not x.is_contiguous():
+        return None
+    return bool(found.all_finite(x.data_ptr(), x.numel(), x.itemsize, first))
+
+
+def transposed(x: Tensor) -> Tensor:
+    """A matrix [R, C] of numbers of up to 4 bytes as a contiguous [C, R]: `x.t().contiguous()`."""
+    import torch
+
+    found = usable(x) if x.itemsize in (1, 2, 4) else None
+    if found is None:
+        return x.t().contiguous()
+    out = torch.empty(x.shape[1], x.shape[0], dtype=x.dtype)
+    if found.transpose(x.data_ptr(), x.stride(0), *x.shape, x.itemsize, out.data_ptr()):
+        raise MemoryError("no memory to transpose in")
+    return out
 
 
 def report() -> dict[str, Any]:

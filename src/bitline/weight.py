@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bitline import bits
+from bitline import bits, native
 from bitline.errors import InputError, WeightError
 from bitline.types import LinearSpec, ScalarType
 
@@ -116,6 +116,8 @@ class QuantizedWeight:
             tensor = getattr(self, name)
             if tensor is None or not tensor.dtype.is_floating_point or tensor.dtype == torch.float8_e8m0fnu:
                 continue  # E8M0's one NaN is a legal shared scale (OCP MX 1.0, 5.4.1) and has to reach the output
+            if native.all_finite(tensor):
+                continue
             bad = ~torch.isfinite(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
             if bad.any():
                 at = [int(i) for i in bad.nonzero()[0]]
@@ -124,7 +126,7 @@ class QuantizedWeight:
             raise self._error("input_scale", float(self.input_scale), "a positive number")
         if self.zero is not None and int(self.zero.max()) >= 1 << s.weight.bits:
             raise self._error("zero", f"up to {int(self.zero.max())}", f"0..{(1 << s.weight.bits) - 1}")
-        if self.perm is not None and not torch.equal(self.perm.long().sort().values, torch.arange(s.k, device=self.perm.device)):
+        if self.perm is not None and not _is_permutation(self.perm.long()):
             raise self._error("perm", "repeated or missing columns", f"a permutation of 0..{s.k - 1}")
         if self.group_index is not None:
             index, groups = self.group_index, self.scale.shape[1]
@@ -426,6 +428,15 @@ def _regular(sizes: list[int], block: int) -> tuple[int, int, bool]:
     if max(sizes) <= block and all(size == block for size in sizes[1:-1]):
         return block, block - sizes[0], False
     return min(block, sum(sizes)), 0, True
+
+
+def _is_permutation(index: Tensor) -> bool:
+    """True where int64 [K] holds each of 0..K-1 once."""
+    if int(index.min()) < 0 or int(index.max()) >= index.numel():
+        return False
+    seen = torch.zeros(index.numel(), dtype=torch.bool, device=index.device)
+    seen[index] = True
+    return bool(seen.all())
 
 
 def _select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:

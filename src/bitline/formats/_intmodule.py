@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bitline import native
 from bitline.formats._intconfig import Ints
 from bitline.formats._layer import FLOATS, Layer
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
@@ -71,4 +72,4 @@ class IntModule(Layer):
     def done(self, label: str, spec: LinearSpec, codes: Callable[[], dict[str, Tensor | None]]) -> LayerRecord:
         """The layer record. codes: reads what the format has its own way of: codes, and zero, perm, group_index if any."""
         fields = {"scale": "scales", "zero": "qzeros", "perm": "g_idx", "group_index": "g_idx"}
-        return self.record(label, spec, lambda: {"scale": self.read("scales").t().contiguous(), **codes()}, fields)
+        return self.record(label, spec, lambda: {"scale": native.transposed(self.read("scales")), **codes()}, fields)

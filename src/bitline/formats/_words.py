@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitline import bits
+from bitline import bits, native
 
 # Planes of GPTQModel's planar words, (width, first bit), lowest first: 32 codes are `width` words of each plane.
 PLANES = {3: ((2, 0), (1, 2)), 5: ((4, 0), (1, 4)), 6: ((4, 0), (2, 4)), 7: ((4, 0), (2, 4), (1, 6))}
@@ -20,7 +20,26 @@ _AWQ_CHUNK = 64  # words of a row at a time: with all of K they stay in a core's
 
 def transpose_words(words: Tensor) -> Tensor:
     """Words along the first dimension, int32 [R, N], to rows of bytes, uint8 [N, 4 * R]: GPTQ's codes as a bit stream."""
-    return words.t().contiguous().view(torch.uint8)
+    core = native.usable(words)
+    if core is None:
+        return words.t().contiguous().view(torch.uint8)
+    out = native.empty(words.shape[1], words.shape[0], dtype=torch.int32)
+    core.transpose_words(words.data_ptr(), words.stride(0), *words.shape, out.data_ptr(), out.shape[1])
+    return out.view(torch.uint8)
+
+
+def ordered_words(words: Tensor, width: int, perm: Tensor) -> Tensor:
+    """`transpose_words`, with column j of the result the column perm[j] of the words; perm is a permutation, int32 [K]."""
+    core = native.usable(words, perm)
+    if core is None or 32 % width or width > 8:
+        return bits.take(transpose_words(words), width, perm.numel(), perm.long())
+    out = native.empty(words.shape[1], words.shape[0], dtype=torch.int32)
+    failed = core.ordered_words(
+        words.data_ptr(), words.stride(0), perm.data_ptr(), perm.numel(), width, words.shape[1], out.data_ptr(), out.shape[1]
+    )
+    if failed:
+        raise MemoryError("no memory to order columns in")
+    return out.view(torch.uint8)
 
 
 def unpack_words(words: Tensor, width: int, count: int, *, planar: bool = False) -> Tensor:
@@ -50,8 +69,34 @@ def planar_codes(words: Tensor, width: int, k: int) -> Tensor:
 
 def add_to_words(words: Tensor, width: int) -> Tensor:
     """Add 1 to every field by adding one constant to the whole word, modulo 2**32: carries go where borrows came from."""
-    ones = sum(1 << at for at in range(0, 32, width))
-    return (words.long() + ones).to(torch.int32)  # the conversion keeps the low 32 bits
+    return (words.long() + _ones(width)).to(torch.int32)  # the conversion keeps the low 32 bits
+
+
+def _ones(width: int) -> int:
+    return sum(1 << at for at in range(0, 32, width))
+
+
+def zero_points(words: Tensor, width: int, n: int, *, minus_one: bool = False, interleaved: bool = False) -> Tensor:
+    """Words along N, int32 [G, n*width/32], a bit stream in each row, to zero points uint8 [n, G].
+
+    minus_one: they are stored so (GPTQ v1). interleaved: in AWQ's order of columns.
+    """
+    # Producers subtract from whole words, so a zero of 0 borrows from its neighbour: only a whole word gives it back.
+    whole = minus_one and 32 % width == 0
+    core = native.usable(words)
+    if core is None or width == 8:
+        fields = unpack_words(add_to_words(words, width) if whole else words, width, n)
+        if minus_one and not whole:
+            fields = (fields + 1) & ((1 << width) - 1)
+        return (awq_columns(fields) if interleaved else fields).t().contiguous()
+    out = torch.empty(n, words.shape[0], dtype=torch.uint8)
+    failed = core.zero_points(
+        words.data_ptr(), words.stride(0), words.shape[0], n, width, _ones(width) if whole else 0, minus_one and not whole,
+        interleaved, out.data_ptr(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("no memory to read zero points in")
+    return out
 
 
 def awq_codes(words: Tensor, n: int) -> Tensor:
@@ -62,7 +107,12 @@ def awq_codes(words: Tensor, n: int) -> Tensor:
     """
     k, columns = words.shape
     blocks = -(-k // 8)
-    out = torch.empty(columns, 8, blocks, dtype=torch.int32)
+    out = native.empty(columns, 8, blocks, dtype=torch.int32)
+    rows = out.view(torch.uint8).view(n, 4 * blocks)[:, : bits.row_bytes(k, 4)]
+    core = native.usable(words)
+    if core is not None:
+        core.awq_codes(words.data_ptr(), words.stride(0), k, columns, out.data_ptr(), blocks)
+        return rows
     for c in range(0, columns, _AWQ_CHUNK):
         part = words[:, c : c + _AWQ_CHUNK]
         if k % 8:
@@ -71,7 +121,7 @@ def awq_codes(words: Tensor, n: int) -> Tensor:
         _transpose_nibbles(fields)
         for i, column in enumerate(AWQ_FIELD_TO_COLUMN):
             out[c : c + _AWQ_CHUNK, column] = fields[i].t().contiguous()
-    return out.view(torch.uint8).view(n, 4 * blocks)[:, : bits.row_bytes(k, 4)]
+    return rows
 
 
 def _transpose_nibbles(words: Tensor) -> None:

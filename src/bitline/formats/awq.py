@@ -119,7 +119,7 @@ def _symmetric(m: IntModule) -> bool:
 
 def _zeros(m: IntModule) -> Tensor:
     """qzeros int32 [G, n*width/32] to zero points uint8 [n, G]."""
-    return _words.awq_columns(_words.unpack_words(m.read("qzeros"), m.width, m.n)).t().contiguous()
+    return _words.zero_points(m.read("qzeros"), m.width, m.n, interleaved=True)
 
 
 READER = AWQReader()

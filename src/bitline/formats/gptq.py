@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitline import bits, types
+from bitline import bits, native, types
 from bitline.errors import CheckpointError
 from bitline.formats import _words
 from bitline.formats._intconfig import ModuleSettings, packing
@@ -110,9 +110,11 @@ def _record(m: IntModule, layout: Layout) -> LayerRecord:
 
     def read() -> dict[str, Tensor | None]:
         words = m.read("qweight")
-        codes = _words.planar_codes(words, m.width, k) if planar else _words.transpose_words(words)
-        if perm is not None:
-            codes = bits.take(codes, m.width, k, perm.long())
+        if perm is not None and not planar:
+            codes = _words.ordered_words(words, m.width, perm)
+        else:
+            codes = _words.planar_codes(words, m.width, k) if planar else _words.transpose_words(words)
+            codes = codes if perm is None else bits.take(codes, m.width, k, perm.long())
         zero = None if symmetric else _zeros(m.read("qzeros"), m.width, m.n, layout, planar)
         return {"codes": codes, "zero": zero, "perm": perm, "group_index": groups}
 
@@ -161,13 +163,10 @@ def _note_zeros(m: IntModule, planar: bool) -> None:
 
 def _zeros(words: Tensor, width: int, n: int, layout: Layout, planar: bool) -> Tensor:
     """qzeros int32 [G, n*width/32] to zero points uint8 [n, G]."""
-    if not layout.minus_one:
-        return _words.unpack_words(words, width, n, planar=planar).t().contiguous()
-    if 32 % width == 0:
-        # Producers subtract from whole words, so a zero of 0 borrows from its neighbour: only this gives it back.
-        return _words.unpack_words(_words.add_to_words(words, width), width, n).t().contiguous()
-    fields = _words.unpack_words(words, width, n, planar=planar)
-    return ((fields + 1) & ((1 << width) - 1)).t().contiguous()
+    if not planar:
+        return _words.zero_points(words, width, n, minus_one=layout.minus_one)
+    fields = _words.unpack_words(words, width, n, planar=True)
+    return native.transposed((fields + layout.minus_one) & ((1 << width) - 1))
 
 
 READER = GPTQReader()

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bitline import native
 from bitline.activations import fake_quantize
 from bitline.kernels import cpu_costs, int4pack
 from bitline.kernels.base import Kernel, Packed
@@ -67,17 +68,18 @@ class TorchInt4PackLinearKernel(Kernel):
         """codes uint8 [N', planes * K' / 2] in torch's layout; scales bfloat16 [planes * K' / g, N', 2] of (s, z)."""
         spec = weight.spec
         nibbles, g, (n_pad, k_pad) = _require(spec), _group(spec) or 0, _padded(spec)
-        codes = torch.empty(n_pad, nibbles.planes * k_pad // 2, dtype=torch.uint8, device=weight.device)
+        codes = native.empty(n_pad, nibbles.planes * k_pad // 2, dtype=torch.uint8, device=weight.device)
         scales = torch.zeros(nibbles.planes * k_pad // g, n_pad, 2, dtype=torch.bfloat16, device=weight.device)
-        step = max(int4pack.ROWS, (1 << 18) // k_pad // int4pack.ROWS * int4pack.ROWS)  # a chunk is 1 MiB as int32
-        for r in range(0, spec.n, step):
-            part = weight.narrow(0, r, min(r + step, spec.n))
-            n = part.spec.n
-            q = nibbles.of(part.unpacked(), k_pad)
-            if n % int4pack.ROWS:
-                q = torch.nn.functional.pad(q, (0, 0, 0, -n % int4pack.ROWS))
-            codes[r : r + q.shape[0]] = int4pack.convert(q)
-            _fill_scales(scales[:, r : r + n], part, nibbles, g)
+        if not _pack_natively(weight, nibbles, codes, scales, k_pad, g):
+            step = max(int4pack.ROWS, (1 << 18) // k_pad // int4pack.ROWS * int4pack.ROWS)  # a chunk is 1 MiB as int32
+            for r in range(0, spec.n, step):
+                part = weight.narrow(0, r, min(r + step, spec.n))
+                n = part.spec.n
+                q = nibbles.of(part.unpacked(), k_pad)
+                if n % int4pack.ROWS:
+                    q = torch.nn.functional.pad(q, (0, 0, 0, -n % int4pack.ROWS))
+                codes[r : r + q.shape[0]] = int4pack.convert(q)
+                _fill_scales(scales[:, r : r + n], part, nibbles, g)
         absent = torch.empty(0, device=weight.device)
         named = {"perm": weight.perm, "input_scale": weight.input_scale, "input_zero": weight.input_zero}
         return {"codes": codes, "scales": scales, **{k: absent if t is None else t.clone() for k, t in named.items()}}
@@ -140,9 +142,14 @@ class Nibbles:
         """What an integer is worth before scaling."""
         return self.known.step
 
+    @property
+    def shift(self) -> int:
+        """What makes an integer a nibble, or two."""
+        return (8 if self.planes == 1 else 128) - self.center
+
     def of(self, raw: Tensor, k: int) -> Tensor:
         """Raw codes uint8 [n, K] to nibbles uint8 [n, planes * k], high plane first; columns past K are zero."""
-        q = self.known.shifted(raw, (8 if self.planes == 1 else 128) - self.center)
+        q = self.known.shifted(raw, self.shift)
         q = torch.nn.functional.pad(q, (0, k - q.shape[1]))
         return q if self.planes == 1 else torch.cat((q >> 4, q & 15), 1)
 
@@ -175,6 +182,33 @@ def _group(spec: LinearSpec) -> int | None:
 def _padded(spec: LinearSpec) -> tuple[int, int]:
     """N and K as packed."""
     return spec.n + -spec.n % int4pack.ROWS, spec.k + -spec.k % 32
+
+
+def _pack_natively(weight: QuantizedWeight, nibbles: Nibbles, codes: Tensor, scales: Tensor, k_pad: int, g: int) -> bool:
+    """Fill codes and scales in C++; False where the native core cannot."""
+    spec, layout, known = weight.spec, int4pack.layout(), nibbles.known
+    core = native.usable(weight.codes)
+    whole = known.scalar.kind == "int"
+    if core is None or layout is None or layout.block == 16 or not (whole or known.scalar.bits == 4):
+        return False
+    planes, n, k, width = nibbles.planes, spec.n, spec.k, known.scalar.bits
+    flip, add = (1 << (width - 1) if known.scalar.signed else 0), (known.low + nibbles.shift) & 255
+    table = None if whole else known.shifted(torch.arange(16, dtype=torch.uint8), nibbles.shift)
+    low, high = layout.low, layout.high
+    order = torch.tensor([layout.block, low.start, low.step, high.start, high.step], dtype=torch.int32)
+    core.int4pack(
+        weight.codes.data_ptr(), weight.codes.stride(0), n, k, width, flip if whole else 0, add if whole else 0,
+        None if table is None else table.data_ptr(), planes, codes.shape[0], k_pad, order.data_ptr(), codes.data_ptr(),
+    )  # fmt: skip
+    exact, offsets, pick = weight.scales().contiguous(), weight.offsets(), weight.column_groups()[::g].contiguous()
+    zero = None if weight.zero is None else weight.zero.contiguous()
+    offsets = None if offsets is None else offsets.contiguous()
+    core.int4pack_scales(
+        exact.data_ptr(), None if zero is None else zero.data_ptr(), None if offsets is None else offsets.data_ptr(),
+        exact.shape[1], n, codes.shape[0], spec.block[0], spec.block_offset[0], pick.data_ptr(), len(pick), nibbles.step,
+        nibbles.center, planes, scales.data_ptr(),
+    )  # fmt: skip
+    return True
 
 
 def _fill_scales(out: Tensor, part: QuantizedWeight, nibbles: Nibbles, g: int) -> None:

@@ -1,0 +1,280 @@
+"""How fast a checkpoint is opened, canonicalised and packed, beside a plain read of its file from page cache.
+
+    python benchmarks/read_speed.py --gigabytes 2 --out benchmarks/results/read_speed.json [FAMILY …]
+
+Each family is a synthetic checkpoint of decoder layers of Llama-3-8B's shapes, one file a layer, in a temporary folder; it is
+measured in a process of its own, with the file in page cache, and the best of a few passes counts. A pass opens the
+checkpoint, reads every layer into its canonical weight, packs it for the kernel that `choose` takes on this CPU, and keeps what
+was packed. Two plain reads are beside it, both on as many threads as torch has: read() of the files into a buffer of 4 MiB
+which is used again, and a sum over a mapping of them. `share` is the pass's rate over that of read().
+
+Memory is measured on one layer of each shape, its tensors handed over from memory that was allocated before, so that no page
+of a file counts: the resident set's high-water mark (VmHWM, reset before) less the resident set before and less what was
+packed. `extra_over_packed` is the largest over the largest packed layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import gc
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _machine import machine
+from safetensors.torch import save_file
+from torch import Tensor
+
+import bitline
+from bitline.kernels import registry
+
+SHAPES = {
+    "self_attn.q_proj": (4096, 4096), "self_attn.k_proj": (1024, 4096), "self_attn.v_proj": (1024, 4096),
+    "self_attn.o_proj": (4096, 4096), "mlp.gate_proj": (14336, 4096), "mlp.up_proj": (14336, 4096),
+    "mlp.down_proj": (4096, 14336),
+}  # fmt: skip
+GROUP = 128
+BUFFER = 4 << 20
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Random bits."""
+    if dtype == torch.int32:
+        return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+    return torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
+
+
+def _scales(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return (torch.rand(shape) * 0.01 + 0.001).to(dtype)
+
+
+def _gptq(n: int, k: int, bits: int = 4, order: bool = False) -> dict[str, Tensor]:
+    g_idx = torch.arange(k, dtype=torch.int32) // GROUP
+    return {
+        "qweight": _random(k * bits // 32, n), "qzeros": _random(k // GROUP, n * bits // 32),
+        "scales": _scales(k // GROUP, n), "g_idx": g_idx[torch.randperm(k)] if order else g_idx,
+    }  # fmt: skip
+
+
+def _awq(n: int, k: int) -> dict[str, Tensor]:
+    return {"qweight": _random(k, n // 8), "qzeros": _random(k // GROUP, n // 8), "scales": _scales(k // GROUP, n)}
+
+
+def _ct(n: int, k: int) -> dict[str, Tensor]:
+    return {"weight_packed": _random(n, k // 8), "weight_scale": _scales(n, k // GROUP, dtype=torch.bfloat16),
+            "weight_shape": torch.tensor([n, k])}  # fmt: skip
+
+
+def _fp8(n: int, k: int) -> dict[str, Tensor]:
+    codes = _random(n, k, dtype=torch.uint8) & 0xBF  # without NaN
+    return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": _scales(n // 128, k // 128, dtype=torch.float32)}
+
+
+def _nvfp4(n: int, k: int) -> dict[str, Tensor]:
+    scale = (_random(n, k // 16, dtype=torch.uint8) & 0x3F) + 1
+    return {"weight_packed": _random(n, k // 2, dtype=torch.uint8), "weight_scale": scale.view(torch.float8_e4m3fn),
+            "weight_global_scale": torch.tensor([500.0]), "input_global_scale": torch.tensor([20.0])}  # fmt: skip
+
+
+def _gptq_config(bits: int = 4, symmetric: bool = True, order: bool = False) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": symmetric, "desc_act": order,
+            "checkpoint_format": "gptq"}  # fmt: skip
+
+
+def _ct_config(fmt: str, inputs: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "symmetric": True, **weights}, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": fmt, "ignore": [], "config_groups": {"group_0": group}}
+
+
+_FP4 = {"type": "float", "strategy": "tensor_group", "group_size": 16}
+FAMILIES: dict[str, tuple[dict[str, Any], Callable[[int, int], dict[str, Tensor]]]] = {
+    "gptq": (_gptq_config(), _gptq),
+    "gptq asymmetric": (_gptq_config(symmetric=False), _gptq),
+    "gptq act-order": (_gptq_config(order=True), lambda n, k: _gptq(n, k, order=True)),
+    "gptq 3 bits": (_gptq_config(bits=3), lambda n, k: _gptq(n, k, bits=3)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq),
+    "compressed-tensors W4": (_ct_config("pack-quantized", None, type="int", strategy="group", group_size=GROUP), _ct),
+    "fp8 block": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, _fp8),
+    "nvfp4": (_ct_config("nvfp4-pack-quantized", {"num_bits": 4, "symmetric": True, "dynamic": "local", **_FP4}, **_FP4), _nvfp4),
+}  # fmt: skip
+
+
+def synthesize(folder: Path, family: str, gigabytes: float) -> None:
+    """A checkpoint of at least that size. All its layers hold the same random numbers; the files are different ones."""
+    config, make = FAMILIES[family]
+    torch.manual_seed(1)
+    layer = {f"{name}.{suffix}": t for name, (n, k) in SHAPES.items() for suffix, t in make(n, k).items()}
+    count = max(1, round(gigabytes * 1e9 / sum(t.nbytes for t in layer.values())))
+    index = {}
+    for i in range(count):
+        named = {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
+        save_file(named, folder / f"layer-{i}.safetensors")
+        index |= dict.fromkeys(named, f"layer-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
+
+
+# ---- plain reads ---------------------------------------------------------------------------------------------------------
+
+
+def _by_threads(files: Sequence[Path], work: Callable[[Path, int, int], object]) -> float:
+    """Seconds of work(file, begin, end) on every file, cut into a part for each thread."""
+    threads = torch.get_num_threads()
+    parts = []
+    for i in range(threads):
+        for file in files:
+            size = file.stat().st_size // mmap.PAGESIZE
+            parts.append((i, file, size * i // threads * mmap.PAGESIZE, size * (i + 1) // threads * mmap.PAGESIZE))
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda _: None, range(threads)))
+        run = lambda i: [work(*part[1:]) for part in parts if part[0] == i]
+        started = time.perf_counter()
+        list(pool.map(run, range(threads)))
+        return time.perf_counter() - started
+
+
+def plain_read(files: Sequence[Path]) -> float:
+    """Seconds of read() into one buffer a thread."""
+
+    def work(file: Path, begin: int, end: int) -> None:
+        buffer = bytearray(BUFFER)
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(begin)
+            while (left := end - stream.tell()) > 0:
+                stream.readinto(memoryview(buffer)[: min(left, BUFFER)])
+
+    return _by_threads(files, work)
+
+
+def mapped_sum(files: Sequence[Path]) -> float:
+    """Seconds of mapping the files and adding them up, 8 bytes at a time."""
+    torch.empty(1)
+
+    def work(file: Path, begin: int, end: int) -> None:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+            data = torch.frombuffer(mapped, dtype=torch.int64, offset=begin, count=(end - begin) // 8)
+            for at in range(0, data.numel(), 1 << 14):  # below the size from which torch would use threads of its own
+                data[at : at + (1 << 14)].sum()
+            del data
+
+    return _by_threads(files, work)
+
+
+# ---- one family, in a process of its own -----------------------------------------------------------------------------------
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def one_pass(folder: Path) -> dict[str, Any]:
+    started = time.perf_counter()
+    checkpoint = bitline.open_checkpoint(folder)
+    records = checkpoint.layers()
+    seconds = {"open": time.perf_counter() - started, "canonical": 0.0, "pack": 0.0}
+    kept, kernels = [], set()
+    for record in records:
+        kernel = bitline.choose(record.spec).kernel
+        at = time.perf_counter()
+        weight = record.weight()
+        read = time.perf_counter()
+        kept.append(kernel.pack(weight))
+        del weight
+        done = time.perf_counter()
+        seconds["canonical"] += read - at
+        seconds["pack"] += done - read
+        kernels.add(kernel.__name__)
+    packed = sum(t.nbytes for part in kept for t in part.values())
+    return {"seconds": sum(seconds.values()), **seconds, "packed": packed, "kernels": sorted(kernels)}
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    """Bytes beyond the tensors as read and as packed, for one layer of each shape; the first of all only warms up."""
+    checkpoint = bitline.open_checkpoint(folder)
+    read = checkpoint.source.read
+    shapes = {(record.spec.n, record.spec.k): record for record in checkpoint.layers()}
+    rows = []
+    for record in [next(iter(shapes.values())), *shapes.values()]:
+        tensors = {name: read(name).clone() for name in record.tensors}
+        checkpoint.source.read = tensors.__getitem__  # type: ignore[method-assign]
+        kernel = bitline.choose(record.spec).kernel
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        packed = kernel.pack(record.weight())
+        peak = _status("VmHWM") - before
+        size = sum(t.nbytes for t in packed.values())
+        rows.append({"shape": [record.spec.n, record.spec.k], "packed": size, "extra": peak - size})
+        del packed, tensors
+    rows = rows[1:]
+    largest = max(row["packed"] for row in rows)
+    return {"layers": rows, "extra_over_packed": max(row["extra"] for row in rows) / largest}
+
+
+def child(folder: Path, passes: int) -> dict[str, Any]:
+    registry.load()
+    files = sorted(folder.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    mapped_sum(files[:1])
+    reads, sums, runs = [], [], []
+    for _ in range(passes):
+        reads.append(plain_read(files))
+        sums.append(mapped_sum(files))
+        runs.append(one_pass(folder))
+    best = min(runs, key=lambda run: run["seconds"])
+    rate = lambda seconds: size / seconds / 1e9
+    return {
+        "bytes": size, "read": rate(min(reads)), "mapped_sum": rate(min(sums)), "bitline": rate(best["seconds"]),
+        "share": min(reads) / best["seconds"], "passes": [run["seconds"] for run in runs], "best": best, "memory": memory(folder),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where the checkpoints go (a temporary folder inside it)")
+    parser.add_argument("--out", type=Path, help="a JSON; families that it has already and that are not named are kept")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(options.child, options.passes)))
+        return
+    report: dict[str, Any] = {"families": {}}
+    if options.out and options.out.exists():
+        report = json.loads(options.out.read_text())
+    for family in options.families:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            synthesize(Path(folder), family, options.gigabytes)
+            words = [sys.executable, __file__, "--child", folder, "--passes", str(options.passes)]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=dict(os.environ))
+        row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        report["families"][family] = row | {"machine": machine()}
+        best = row["best"]
+        print(
+            f"{family}: {row['bytes'] / 1e9:.2f} GB; GB/s: read {row['read']:.2f}, mapped sum {row['mapped_sum']:.2f}, "
+            f"Bitline {row['bitline']:.2f} ({row['share']:.0%} of read); open {best['open'] * 1e3:.0f} ms, canonical "
+            f"{best['canonical'] * 1e3:.0f}, pack {best['pack'] * 1e3:.0f}; extra memory "
+            f"{row['memory']['extra_over_packed']:.2f} x packed; {', '.join(best['kernels'])}",
+            flush=True,
+        )
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Every repacking function of the native core against the torch code that stands in for it, bit for bit, at every level."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bitline import bits, native, types
+from bitline.formats import _words
+from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel
+from bitline.rounding import quantize
+from bitline.testing.generators import random_weight
+from bitline.types import LinearSpec
+
+pytestmark = pytest.mark.skipif(native.core() is None, reason=f"no native core: {native.why_not()}")
+sizes = st.integers(1, 70)
+
+
+@pytest.fixture(params=native.isas() or native.LEVELS[:1], autouse=True)
+def level(request):
+    before = native.isa()
+    native.use_isa(request.param)
+    yield request.param
+    native.use_isa(before)
+
+
+@contextlib.contextmanager
+def torch_alone():
+    """Within it there is no native core."""
+    before = native._core, native._reason
+    native._core, native._reason = None, "hidden by a test"
+    try:
+        yield
+    finally:
+        native._core, native._reason = before
+
+
+def same(call):
+    """call() with the core and without."""
+    found = call()
+    with torch_alone():
+        assert native.core() is None
+        expected = call()
+    assert type(found) is type(expected)
+    for a, b in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (found, expected)), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def words(rows, columns, seed, extra=0):
+    """Random words; extra columns lie between the rows."""
+    wide = torch.randint(-(2**31), 2**31 - 1, (rows, columns + extra), generator=generator(seed), dtype=torch.int32)
+    return wide[:, :columns]
+
+
+def codes(n, k, width, seed):
+    return torch.randint(1 << width, (n, k), generator=generator(seed), dtype=torch.uint8)
+
+
+SHAPES = [(1, 1), (7, 9), (16, 16), (33, 150), (48, 64), (129, 257)]
+examples = settings(max_examples=15, deadline=None)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("extra", [0, 3])
+def test_transpose_words(rows, columns, extra):
+    data = words(rows, columns, 1, extra)
+    assert torch.equal(_words.transpose_words(data).view(torch.int32), data.t())
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("less", [0, 3, 7])
+def test_awq_codes(rows, columns, less):
+    data = words(8 * rows - less, columns, 2, extra=1)
+    same(lambda: _words.awq_codes(data, 8 * columns))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_ordered_words(width, rows, columns):
+    rows = rows * width if 32 % width else rows
+    data = words(rows, columns, 3)
+    perm = torch.randperm(rows * 32 // width, generator=generator(4)).int()
+    same(lambda: _words.ordered_words(data, width, perm))
+
+
+def test_long_rows_in_order():
+    data, perm = words(4096, 40, 5), torch.randperm(4096 * 8, generator=generator(6)).int()
+    same(lambda: _words.ordered_words(data, 4, perm))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("minus_one", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("groups", "columns"), [(1, 32), (3, 8), (5, 160), (33, 416)])
+def test_zero_points(width, minus_one, interleaved, groups, columns):
+    data = words(groups, -(-columns * width // 32), 7)
+    data[0] = -1  # adding one to each code carries all along the words
+    same(lambda: _words.zero_points(data, width, columns, minus_one=minus_one, interleaved=interleaved))
+
+
+@pytest.mark.parametrize("width", range(1, 8))
+@examples
+@given(n=sizes, k=st.integers(1, 400), extra=st.integers(0, 5), seed=st.integers(0, 2**31))
+def test_bit_streams(width, n, k, extra, seed):
+    wide = codes(n, k + extra, 8, seed)
+    packed = bits.pack(wide[:, :k], width)
+    same(lambda: bits.pack(wide[:, :k], width))
+    padded = torch.cat((packed, codes(n, extra, 8, seed)), 1)
+    same(lambda: bits.unpack(padded, width, k))
+    assert torch.equal(bits.unpack(packed, width, k), wide[:, :k] & ((1 << width) - 1))
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+@examples
+@given(n=sizes, k=st.integers(1, 300), data=st.data())
+def test_take(width, n, k, data):
+    packed = bits.pack(codes(n, k, width, 8), width)
+    index = torch.tensor(data.draw(st.lists(st.integers(0, k - 1), min_size=1, max_size=300)))
+    same(lambda: bits.take(packed, width, k, index))
+
+
+@pytest.mark.parametrize("bad", [-1, 20])
+def test_a_column_that_is_not_there(bad):
+    packed = bits.pack(codes(3, 20, 3, 9), 3)
+    with pytest.raises(IndexError):
+        bits.take(packed, 3, 20, torch.tensor([0, bad, 1]))
+
+
+def test_nothing_beyond_the_ends_is_touched():
+    """Rows at the very end of what is mapped, and results between guard bytes."""
+    core = native.core()
+    for width in range(1, 8):
+        for k in (1, 8, 63, 64, 65, 200):
+            size = bits.row_bytes(k, width)
+            out = torch.full((k + 64,), 0xAB, dtype=torch.uint8)
+            source = codes(1, size, 8, k)
+            core.unpack(source.data_ptr(), size, 1, k, width, out.data_ptr())
+            assert (out[k:] == 0xAB).all()
+            out = torch.full((size + 64,), 0xAB, dtype=torch.uint8)
+            source = codes(1, k, 8, k)
+            core.pack(source.data_ptr(), k, 1, k, width, out.data_ptr())
+            assert (out[size:] == 0xAB).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int32])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_transposed(dtype, rows, columns):
+    x = torch.randint(0, 200, (rows, columns + 2), generator=generator(10)).to(dtype)[:, :columns]
+    same(lambda: native.transposed(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_all_finite(dtype):
+    x = torch.randn(3, 333, generator=generator(11)).to(dtype)
+    assert native.all_finite(x) is True and native.all_finite(x[:, :5]) is None
+    for bad in (torch.nan, -torch.inf):
+        y = x.float()
+        y[2, 332] = bad
+        assert native.all_finite(y.to(dtype)) is bool(torch.isfinite(y.to(dtype).float()).all())
+    every = torch.arange(256, dtype=torch.uint8)
+    if dtype.itemsize == 1:
+        for code in every:
+            one = code.view(1).view(dtype)
+            assert native.all_finite(one) is bool(torch.isfinite(one.float()))
+
+
+def test_large_memory():
+    out = native.empty(3000, 4096, dtype=torch.uint8)
+    assert out.shape == (3000, 4096) and out.is_contiguous()
+    assert (out.fill_(7) == 7).all() and native.empty(0, 5, dtype=torch.int32).shape == (0, 5)
+
+
+INT4PACK = [
+    LinearSpec(64, 128, types.uint4b8, (1, 128), scale_dtype=torch.float16),
+    LinearSpec(100, 96, types.uint4b8, (1, 32), scale_dtype=torch.bfloat16),
+    LinearSpec(65, 300, types.uint4, (1, 300), zero="int", scale_dtype=torch.float16),
+    LinearSpec(70, 160, types.uint4, (1, 32), zero="float", scale_dtype=torch.float32),
+    LinearSpec(33, 77, types.uint3b4, (1, 77), scale_dtype=torch.float32),
+    LinearSpec(96, 256, types.uint2, (1, 64), zero="int", scale_dtype=torch.float16),
+    LinearSpec(63, 65, types.uint8b128, (1, 65), scale_dtype=torch.bfloat16),
+    LinearSpec(80, 512, types.uint8, (1, 128), zero="int", scale_dtype=torch.bfloat16),
+    LinearSpec(80, 320, types.int4, (1, 64), scale_dtype=torch.bfloat16),
+    LinearSpec(64, 640, types.int8, (64, 640), scale_dtype=torch.float32),
+    LinearSpec(90, 320, types.float4_e2m1, (1, 32), scale_dtype=torch.bfloat16),
+    LinearSpec(32, 64, types.uint5b16, (1, 32), scale_dtype=torch.float16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", INT4PACK, ids=str)
+def test_torchs_int4_layout(spec):
+    weight = random_weight(spec, seed=12)
+    assert TorchInt4PackLinearKernel.can_implement(weight.spec)
+    same(lambda: list(TorchInt4PackLinearKernel.pack(weight).values()))
+
+
+def test_torchs_int4_layout_of_parts():
+    weight = quantize(torch.randn(130, 256, generator=generator(13)), "W4A16_ASYM", group_size=64)
+    for part in (weight.narrow(0, 3, 130), weight.narrow(1, 64, 256), weight.narrow(1, 32, 160)):
+        same(lambda part=part: list(TorchInt4PackLinearKernel.pack(part).values()))
+
+
+@pytest.mark.parametrize("capability", ["avx2", "avx512"])
+def test_torchs_int4_layout_of_another_vector_width(capability):
+    """torch lays its weight out by the vectors it uses itself."""
+    code = """
+import torch
+from bitline import native
+from bitline.kernels import int4pack
+from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel as Kernel
+from bitline.rounding import quantize
+weight = quantize(torch.randn(130, 256), "W4A16_ASYM", group_size=64)
+found = Kernel.pack(weight)
+native._core, native._reason = None, "hidden"
+expected = Kernel.pack(weight)
+print(int4pack.layout().block, all(torch.equal(found[k], expected[k]) for k in expected))
+"""
+    environment = dict(os.environ, ATEN_CPU_CAPABILITY=capability, BITLINE_CPU_ISA=native.isa())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    block, equal = done.stdout.split()
+    assert equal == "True" and block in ("32", "64")
