@@ -26,8 +26,9 @@ lint: .venv/test
 	$(PIP) install --no-deps --no-build-isolation -e .
 	touch $@
 
-.venv/test: .venv/run requirements-dev.txt
+.venv/test: .venv/run requirements-dev.txt requirements-providers.txt
 	$(PIP) install -r requirements-dev.txt
+	$(PIP) install --no-deps --target .venv/providers --upgrade -r requirements-providers.txt
 	touch $@
 
 clean:

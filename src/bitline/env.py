@@ -76,6 +76,13 @@ def triton_interpret() -> bool:
     return _read("TRITON_INTERPRET") in ("1", "true", "True", "on")
 
 
+def set_default(name: str, value: str) -> str | None:
+    """Set a variable of another library where it is not set, for code of this process that reads it later; its value before."""
+    before = os.environ.get(name)
+    os.environ.setdefault(name, value)
+    return before
+
+
 def environment() -> dict[str, str]:
     """A copy of the whole environment, to start a child process with."""
     return dict(os.environ)

@@ -259,6 +259,8 @@ def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: 
         verdict = no(f"its cost cannot be estimated: {wrong}") if wrong and verdict else verdict
     if verdict and entry.name in policy.disabled:
         verdict = no("disabled by the policy", "take it out of Policy(disabled=…) or BITLINE_DISABLED_KERNELS")
+    if verdict and not kernel.exact and entry.name != policy.kernel and kernel.backend != policy.backend:
+        verdict = no("it does not compute exactly what the scheme says", f"Policy(kernel={entry.name!r})")
     if verdict and policy.deterministic and not kernel.deterministic:
         verdict = no("not deterministic, and the policy asks for that")
     if verdict and policy.batch_invariant and not kernel.batch_invariant:

@@ -21,7 +21,8 @@ class Kernel:
     Facts (each is declared here and proven by the conformance tests):
     deterministic: the same call gives the same bits. batch_invariant: row i of a batch equals the same row alone.
     cuda_graph: a call can be captured. act_dtypes: input dtypes it takes. quantizes_input: it multiplies codes by codes,
-    so it is for specs with `act` alone. emulates: it stands in for a fast kernel that is not there.
+    so it is for specs with `act` alone. emulates: it stands in for a fast kernel that is not there. exact: it
+    computes what the spec says up to rounding; one that does not runs only where it, or its backend, is asked for by name.
     """
 
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "rocm", "xpu")
@@ -33,6 +34,7 @@ class Kernel:
     cuda_graph: ClassVar[bool] = True
     quantizes_input: ClassVar[bool] = False
     emulates: ClassVar[bool] = False
+    exact: ClassVar[bool] = True
     act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
 
     @classmethod

@@ -38,6 +38,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "CutlassFp8BlockScaledMMKernel",
     ),
     "bitline.kernels.native_cpu": ("CPUWNA16LinearKernel",),
+    "bitline.kernels.providers.zentorch": ("ZentorchWNA16LinearKernel", "ZentorchInt8ScaledMMLinearKernel"),
     "bitline.kernels.torch_int4_cpu": ("TorchInt4PackLinearKernel",),
     "bitline.kernels.torch_int8_cpu": ("TorchInt8PackLinearKernel",),
     "bitline.kernels.torch_int8_mm": ("TorchInt8ScaledMMLinearKernel",),

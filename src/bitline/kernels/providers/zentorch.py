@@ -1,0 +1,156 @@
+"""zentorch's operators for AMD Zen CPUs: 4-bit weights with a 16-bit input, and W8A8."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline import env
+from bitline.errors import InputError
+from bitline.kernels import cpu_costs
+from bitline.kernels.base import Kernel, Packed, roofline
+from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
+from bitline.kernels.torch_int8_cpu import one_scale_a_row
+from bitline.platform import Platform
+from bitline.types import YES, LinearSpec, Verdict, no
+from bitline.weight import QuantizedWeight
+
+
+@functools.cache
+def _ops() -> Any:
+    """The operators, with their cache off: it goes by a weight's address alone, so that a weight in memory that another one
+    was freed from gives that one's outputs (zentorch 2.13.0.1, `ZENDNNL_CACHE_OFF`)."""
+    late = "zentorch" in sys.modules
+    before = env.set_default("ZENDNNL_CACHE_OFF", "1")
+    if before != "1" and (late or before is not None):
+        raise InputError("zentorch keeps weights by address and may give the outputs of others", found="its cache is on",
+                         fix="set ZENDNNL_CACHE_OFF=1 before zentorch is imported")  # fmt: skip
+    importlib.import_module("zentorch")
+    return torch.ops.zentorch
+
+
+def _supported(platform: Platform) -> Verdict:
+    if "zentorch" not in platform.packages:
+        return no("the package zentorch is not installed", "pip install zentorch, in the version for this torch")
+    if "zen" not in platform.features:
+        return no("zentorch is for AMD Zen CPUs", "cpu:zen")
+    return YES
+
+
+class ZentorchWNA16LinearKernel(Kernel):
+    """`zentorch_woq_linear`: symmetric or asymmetric 4-bit weights, bfloat16 scales, bfloat16 input.
+
+    What it refuses (a column order, groups that are not whole, other widths and dtypes) is CPUWNA16LinearKernel's to run.
+    """
+
+    platforms = ("cpu",)
+    backend = "zentorch"
+    families = ("mp",)
+    act_dtypes = (torch.bfloat16,)
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """An AMD Zen CPU and the package."""
+        return _supported(platform)
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """uint4b8, or uint4 with zero points; whole groups or one per row; bfloat16 scales."""
+        if spec.act is not None:
+            return no(f"the input is to be quantized ({spec.act}); this kernel is weight-only", "a weight-only scheme")
+        if (spec.weight.name, spec.zero) not in (("uint4b8", "none"), ("uint4", "int")):
+            return no(f"{spec.weight} with zero {spec.zero!r}", "uint4b8, or uint4 with zero points")
+        if spec.scale_dtype != torch.bfloat16:
+            return no(f"scales are {spec.scale_dtype} and would be rounded", "bfloat16 scales")
+        if spec.act_order or spec.ragged:
+            return no("columns are in another order than the input's", "CPUWNA16LinearKernel, which takes any order")
+        if spec.block[0] != 1 or spec.k % spec.block[1] or spec.block_offset[1] or spec.scale2_block is not None:
+            return no("groups are not whole", "a group size that divides K")
+        if spec.k % 8 or spec.block[1] % 8:
+            return no("K or the group size is no multiple of 8", "whole 32-bit words")
+        return YES
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """codes int32 [N, K/8] as the package packs them, scales bfloat16 [G, N], zero points int8 [G, N] or empty."""
+        values = weight.unpacked().view(torch.int8)
+        if weight.zero is None:
+            values = values - 8  # signed codes; with zero points the package takes unsigned ones
+        zero = torch.empty(0, dtype=torch.int8) if weight.zero is None else weight.zero.view(torch.int8).t().contiguous()
+        return {
+            "codes": _ops().zentorch_woq_repack_weight(values.contiguous()),
+            "scale": weight.scale.t().contiguous(),
+            "zero": zero,
+        }
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        codes, scale, zero = packed
+        if x.shape[0] == 0:
+            return x.new_empty(0, spec.n)
+        y: Tensor = _ops().zentorch_woq_linear(x, codes.t(), scale, zero if zero.numel() else None, bias)
+        return y
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """What it was measured to take beside a roofline, on two cores of a Zen 5 at 4096x4096: 645 us with one row (it re-lays
+        the weight in each call), 8.7 ms with 256."""
+        return 2.2 * roofline(spec, platform, m, weight_bytes=cls.packed_bytes(spec), rate=platform.rates.bf16) + cpu_costs.CALL
+
+
+class ZentorchInt8ScaledMMLinearKernel(Kernel):
+    """`zentorch_dynamic_qlinear`: int8 weights with a scale per row, inputs quantized per token by the operator itself.
+
+    It divides a token's largest magnitude by 127, compressed-tensors by 127.5, so that the outputs differ by more than
+    rounding: it is taken only where it is asked for by name.
+    """
+
+    platforms = ("cpu",)
+    backend = "zentorch"
+    families = ("int8",)
+    quantizes_input = True
+    exact = False
+    act_dtypes = (torch.bfloat16, torch.float32)
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """An AMD Zen CPU and the package."""
+        return _supported(platform)
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """W8A8: a scale per row, dynamic symmetric inputs per token."""
+        act = spec.act
+        if act is None or act.dtype.name != "int8" or not act.dynamic or act.granularity != "token" or not act.symmetric:
+            return no(f"input scheme {act or 'of 16 bits'}", "int8 inputs, dynamic per token, symmetric")
+        if act.limit:
+            return no("the input's scale has a bound", "an unbounded dynamic scale")
+        if not fits_bytes(spec):
+            return no(f"{spec.weight} codes are not integers of -128..127 times a step", "a signed or biased integer type")
+        return one_scale_a_row(spec)
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """codes int8 [N, K], scale bfloat16 [N], which the operator takes in no other dtype."""
+        _ops()
+        return {"codes": signed_bytes(weight), "scale": row_scales(weight).bfloat16()}
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        if x.shape[0] == 0:
+            return x.new_empty(0, spec.n)
+        y: Tensor = _ops().zentorch_dynamic_qlinear(x, packed[0], packed[1], bias)
+        return y
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """A roofline at 80 % of both rates."""
+        return roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=platform.rates.int8) / 0.8 + cpu_costs.CALL

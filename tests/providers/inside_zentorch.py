@@ -1,0 +1,68 @@
+"""Run by test_cpu_providers.py in a process that has zentorch on its path."""
+
+import sys
+
+import pytest
+import torch
+
+import bitline
+from bitline import Platform, types
+from bitline.activations import exact_div
+from bitline.kernels.providers.zentorch import ZentorchWNA16LinearKernel
+from bitline.select import Policy
+from bitline.testing.conformance import check_kernel
+from bitline.types import ActSpec, LinearSpec
+
+HERE = Platform.detect("cpu")
+zen = pytest.mark.skipif("zen" not in HERE.features, reason="zentorch is for AMD Zen CPUs")
+W4 = LinearSpec(64, 256, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
+W4S = [
+    W4,
+    W4.replace(bias=True),
+    W4.replace(weight=types.uint4, zero="int"),
+    W4.replace(n=33, k=264, block=(1, 24)),
+    W4.replace(block=(1, 256)),
+    W4.replace(n=7, k=8, block=(1, 8)),
+    W4.replace(weight=types.uint4, zero="int", n=31, k=72, block=(1, 8), bias=True),
+]
+W8A8 = LinearSpec(33, 77, types.int8, (1, 77), scale_dtype=torch.bfloat16, act=ActSpec(types.int8))
+
+
+@zen
+def test_w4a16_conforms():
+    """Also proof that no weight gives another one's outputs: the suite packs and frees many at the same addresses."""
+    report = check_kernel(ZentorchWNA16LinearKernel, W4S)
+    assert len(report.passed) == len(W4S), report.refused
+
+
+@zen
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_w8a8_computes_by_its_own_definition(dtype):
+    torch.manual_seed(1)
+    for n, k in ((64, 256), (33, 77)):
+        weight = bitline.quantize(torch.randn(n, k).to(torch.bfloat16), "W8A8").with_act_dtype(dtype)
+        layer = bitline.QuantLinear(weight, kernel="ZentorchInt8ScaledMMLinearKernel")
+        for m in (0, 1, 2, 17, 65):
+            x = torch.randn(m, k).to(dtype)
+            step = exact_div(x.float().abs().amax(-1, keepdim=True), 127.0) if m else x.float()
+            expected = (x.float() / step).round() * step @ weight.dequantize().t() if m else x.new_empty(0, n).float()
+            torch.testing.assert_close(layer(x).float(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()) if m else 0)
+
+
+@zen
+def test_an_inexact_kernel_runs_only_where_it_is_asked_for():
+    candidates = {c.name: c for c in bitline.choose(W8A8, HERE, Policy()).candidates}
+    assert "exactly" in candidates["ZentorchInt8ScaledMMLinearKernel"].verdict.reason
+    for policy in (Policy(kernel="ZentorchInt8ScaledMMLinearKernel"), Policy(backend="zentorch")):
+        assert bitline.choose(W8A8, HERE, policy).best.name == "ZentorchInt8ScaledMMLinearKernel"
+
+
+@zen
+def test_what_it_refuses_falls_to_bitlines_own():
+    for spec in (W4.replace(act_order=True), W4.replace(k=200), W4.replace(weight=types.uint8b128)):
+        choice = bitline.choose(spec, HERE, Policy(backend="zentorch", strict=False))
+        assert choice.best.name == bitline.choose(spec, HERE, Policy()).best.name and "zentorch" in choice.note
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-rs", __file__]))

@@ -1,0 +1,34 @@
+"""Adapters of packages that run on this machine's CPU, each in a process that has the package on its path."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / ".venv" / "providers"
+
+
+def run(script, package, **env):
+    if not (FOLDER / package).is_dir():
+        pytest.skip(f"{package} is not in .venv/providers; `make test` puts it there")
+    path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    script = Path(__file__).with_name(script) if script.endswith(".py") else script
+    command = [sys.executable, script] if isinstance(script, Path) else [sys.executable, "-c", script]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path, **env}, capture_output=True, text=True)
+
+
+def test_zentorch():
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("zentorch 2.13.0.1 is for torch 2.13")
+    done = run("inside_zentorch.py", "zentorch")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "passed" in done.stdout
+
+
+def test_a_zentorch_whose_cache_is_on_is_refused():
+    code = "import zentorch; from bitline.kernels.providers import zentorch as z; z._ops()"
+    done = run(code, "zentorch", ZENDNNL_CACHE_OFF="0")
+    assert done.returncode == 1 and "keeps weights by address" in done.stderr
