@@ -81,6 +81,20 @@ def test_explain_cuts_for_tensor_parallelism(folder):
     assert "cut over 2 ranks" in bitline("explain", folder, "--tp", 2).stdout
 
 
+def test_explain_says_which_ranks_another_kernel_gets(folder, monkeypatch, capsys):
+    from bitline.cli import explain
+
+    report = explain.explain_report(folder, "cpu", (1,), "auto", 3, None, None, False, False)
+    assert all(sorted(r for p in report["plans"] if (p["example"], p["cut"]) == key for r in p["ranks"]) == [0, 1, 2]
+               for key in {(p["example"], p["cut"]) for p in report["plans"]})  # fmt: skip
+    (first, *rest), whole = report["plans"], [0, 1, 2]
+    monkeypatch.setattr(explain.out, "_width", 200)
+    explain.show(report | {"plans": [first | {"ranks": [0, 2]}, first | {"ranks": [1]}, *(p | {"ranks": whole} for p in rest)]})
+    said = capsys.readouterr().out
+    assert "N cut over 3 ranks: ranks 0, 2 (for" in said and "N cut over 3 ranks: rank 1 (for" in said
+    assert "K cut over 3 ranks (for" in said
+
+
 def test_explain_as_text_names_reasons(folder):
     done = bitline("explain", folder, "--platform", "cuda:sm90")
     assert done.returncode == 0 and "chosen" in done.stdout and "this platform is cuda" in done.stdout

@@ -320,6 +320,17 @@ def test_a_kernel_takes_every_shard_of_a_scheme(scheme, dtype):
             check(QuantLinear(part)(x), x, part)
 
 
+@pytest.mark.parametrize("scheme", ["W4A16", "W3A16", "W8A8", "FP8_BLOCK", "MXFP4A16"])
+@pytest.mark.parametrize("kernel", ["auto", "ReferenceLinearKernel"])
+def test_a_packed_shard_keeps_nothing_of_the_whole(scheme, kernel):
+    w = quantize(torch.randn(512, 1024, generator=torch.Generator().manual_seed(1)), scheme)
+    for dim in (0, 1):
+        part = w.shard(dim, 3, 4)
+        tensors = QuantLinear(part, kernel=kernel)._packed
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        assert sum(held.values()) < 1.25 * part.nbytes() < 0.4 * w.nbytes()
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_explain_judges_the_shards_that_there_will_be(name):
     """What `bitline explain --tp` works out without data are the specs of the real shards."""

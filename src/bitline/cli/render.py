@@ -10,6 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 
+_MOST_KINDS = 8  # of layers, named in one row
+
+
 class Grid(Table):
     """A table whose cells are plain text: names out of a file must not be read as markup."""
 
@@ -36,8 +39,9 @@ def size(count: float) -> str:
 
 def layer_names(names: Sequence[str], *, short: bool = False) -> str:
     """`30 × q_proj`, or the kinds of layers that share something; a single layer's full name, or `1 × lm_head` if `short`."""
-    kinds = dict.fromkeys(map(last_word, names))
-    return f"{len(names)} × {', '.join(kinds)}" if len(names) > 1 or short else names[0]
+    kinds = list(dict.fromkeys(map(last_word, names)))
+    shown = ", ".join(kinds[:_MOST_KINDS]) + (", …" if len(kinds) > _MOST_KINDS else "")
+    return f"{len(names)} × {shown}" if len(names) > 1 or short else names[0]
 
 
 def last_word(name: str) -> str:
