@@ -9,7 +9,6 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-
 _MOST_KINDS = 8  # of layers, named in one row
 
 
