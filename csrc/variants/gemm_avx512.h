@@ -199,7 +199,7 @@ template <int BITS> void decode_scaled(const Call& c, const uint8_t* p, int64_t 
 }
 
 // Rows from which scaling the panel costs less than scaling the sums of each group.
-INLINE bool scale_panel(const Call& c, int64_t run) { return c.mode == kBF16Mode && c.dtype == kXB16 && run < 512 && c.m * run >= 64 * 128; }
+INLINE bool scale_panel(const Call& c, int64_t run) { return c.mode == kBF16Mode && c.dtype == kXB16 && (run <= 16 || (run < 512 && c.m * run >= 64 * 128)); }
 
 template <class Mo, int BITS, bool OFFSET> void wide(const Call& c, int64_t block, uint32_t* panel, float* out) {
   constexpr int step = Codes<BITS>::step;
