@@ -225,6 +225,25 @@ _quark("by_name", {"dtype": "uint4", "symmetric": False, **_GROUP, "group_size":
        weight_scale=_scales(2, N), weight_zero_point=_words(2, N // 8))  # fmt: skip
 
 
+_quark("int2", {"dtype": "int2", "symmetric": True, **_GROUP}, weight=(_words(K, N) % 2).int(), weight_scale=_scales(2, N))
+_quark("uint2", {"dtype": "uint2", "symmetric": False, **_GROUP}, weight=_words(K, N // 4).to(torch.uint8),
+       weight_scale=_scales(2, N), weight_zero_point=_words(2, N // 4).to(torch.uint8))  # fmt: skip
+_quark("int3", {"dtype": "int3", "symmetric": True, **_GROUP}, weight=_words(N, K * 3 // 8).to(torch.uint8),
+       weight_scale=_scales(2, N))  # fmt: skip
+_quark("int4_rows", {"dtype": "uint4", "symmetric": False, **_ROW}, weight=_words(N, K // 8), weight_scale=_scales(N),
+       weight_zero_point=_words(N // 8))  # fmt: skip
+_quark("float_zeros", {"dtype": "uint4", "symmetric": False, **_GROUP}, weight=_words(K, N // 8), weight_scale=_scales(2, N),
+       weight_zero_point=_scales(2, N) * 900)  # fmt: skip
+for _name, _wide in (("fp4", 4), ("fp6_e2m3", 6), ("fp6_e3m2", 6)):
+    _quark(f"mx_{_name}", {"dtype": "mx", "mx_element_dtype": _name, "group_size": 32, "ch_axis": -1},
+           weight=_words(N, K * _wide // 8).to(torch.uint8), weight_scale=_ONES.view(torch.int8) - 125)  # fmt: skip
+_quark("e5m3", {"dtype": "fp4", "scale_format": "e5m3", **_GROUP, "group_size": 16}, weight=_words(N, K // 2).to(torch.uint8),
+       weight_scale=(_words(N, K // 16) % 120).abs().to(torch.uint8))  # fmt: skip
+_quark("uint8_inputs", {"dtype": "int8", "symmetric": True, **_ROW}, {"dtype": "uint8", "symmetric": False, **_TENSOR},
+       weight=_words(N, K).to(torch.int8), weight_scale=_scales(N), input_scale=_STEP,
+       input_zero_point=torch.tensor(130, dtype=torch.uint8))  # fmt: skip
+
+
 def _hqq(packing: str, per: int, word: torch.dtype = torch.uint8, dtype: torch.dtype = torch.bfloat16) -> Made:
     groups = N * K // GROUP
     return hqq()[0] | named({
@@ -239,6 +258,12 @@ add("hqq_3bit_32", _hqq("3bit_32", 10, torch.int32))
 add("hqq_float32", _hqq("4bit_u8", 2, dtype=torch.float32))
 add("hqq_rows", hqq(), group_size=None, scale=_scales(N, 1), zero=_scales(N, 1) * 900)
 add("hqq_over_rows", hqq(), shape=torch.tensor([128, 16]))
+
+
+add("hqq_across", hqq(), axis=torch.tensor(0).int(), scale=_scales(1, N * K // GROUP), zero=_scales(1, N * K // GROUP) * 900)
+add("hqq_columns", hqq(), axis=torch.tensor(0).int(), group_size=torch.tensor(N).int(), scale=_scales(1, K), zero=_scales(1, K))
+add("hqq_zero_scale", hqq(), scale=None, zero=None, zero_scale=_scales(2, N * K // GROUP, 1))
+add("hqq_one_scale", hqq(), scale=_scales(1), zero=_scales(1), channel_wise=torch.tensor(0).to(torch.uint8))
 
 
 def _torchao(name: str, kind: str, data: dict[str, Any], **tensors: torch.Tensor | None) -> None:

@@ -17,6 +17,7 @@ import oracle_float
 import oracle_gguf
 import oracle_int
 import oracle_other
+import oracle_quark
 from oracle_files import Files, Layer, NoReading, read_files
 
 _CT_PACKINGS = ("auto_round:llm_compressor", "auto_round:fp8_static")
@@ -24,7 +25,7 @@ _CT_PACKINGS = ("auto_round:llm_compressor", "auto_round:fp8_static")
 # Families by quant_method; variants that come later add theirs here.
 FAMILIES: dict[str, Callable[[Files], dict[str, Layer]]] = {
     "gptq": oracle_int.layers, "awq": oracle_int.layers, "compressed-tensors": oracle_ct.layers, "fp8": oracle_float.fp8,
-    "mxfp4": oracle_float.mxfp4, "bitsandbytes": oracle_other.bitsandbytes, "quark": oracle_other.quark,
+    "mxfp4": oracle_float.mxfp4, "bitsandbytes": oracle_other.bitsandbytes, "quark": oracle_quark.layers,
     "hqq": oracle_other.hqq, "torchao": oracle_other.torchao,
 }  # fmt: skip
 

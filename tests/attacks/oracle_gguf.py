@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from oracle_files import F32, Layer, demand, product, stream
+from oracle_files import F32, F64, Layer, demand, product, stream
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
@@ -97,14 +97,24 @@ def layers(path: Path) -> dict[str, Layer]:
     for name, shape, kind, _ in tensors:
         if kind[0] in _PLAIN:
             continue
-        demand(len(shape) == 2, "not a matrix")
-        layer = Layer(decoded[name].astype(F32))
-        base = name.removesuffix(".weight")
-        if name.endswith(".weight") and f"{base}.bias" in decoded:
-            bias = decoded[f"{base}.bias"]
-            demand(bias.shape == (shape[0],) and np.isfinite(bias).all(), "a bias that is none")
-            layer.extras["bias"] = bias
-        out[base] = layer
+        demand(len(shape) in (2, 3), "not a matrix, nor a stack of them")
+        base, stack = name.removesuffix(".weight"), shape[:-2]
+        bias = decoded.get(f"{base}.bias") if base != name else None
+        factor = decoded.get(f"{base}.scale") if base != name else None
+        if factor is not None and (factor.shape != (tuple(stack) or (1,)) or factor.dtype.kind != "f"):
+            factor = None  # another tensor of that name
+        demand(bias is None or (bias.shape == (*stack, shape[-2]) and bias.dtype.kind == "f"), "a bias that is none")
+        demand(bias is None or np.isfinite(bias).all(), "a bias that is not finite")
+        for i in range(stack[0]) if stack else (None,):
+            pick = (lambda t, i=i: t) if i is None else (lambda t, i=i: t[i])
+            layer = Layer(pick(decoded[name]).astype(F32))
+            if bias is not None:
+                layer.extras["bias"] = pick(bias)
+            if factor is not None:
+                with np.errstate(all="ignore"):
+                    layer.weight = (layer.weight.astype(F64) * float(factor[i or 0])).astype(F32)
+                layer.slack = 2.0**-20
+            out[base if i is None else f"{base}.{i}"] = layer
     return out
 
 

@@ -1,32 +1,24 @@
-"""The oracle's bitsandbytes, Quark, HQQ and torchao, from the descriptions of the formats. No code of Bitline."""
+"""The oracle's bitsandbytes, HQQ and torchao, from the descriptions of the formats. No code of Bitline."""
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from typing import Any
 
 import numpy as np
 from oracle_files import (
-    E2M1,
-    E2M3,
-    E3M2,
     F32,
     F64,
     HALVES,
     Files,
     Layer,
-    Stored,
     Tensors,
     bias_of,
     demand,
     product,
     spread,
-    stream,
-    word_stream,
 )  # fmt: skip
-from oracle_float import NUMBER, blocks, on_grid, positive
-from oracle_int import AWQ
+from oracle_float import NUMBER, blocks, on_grid
 
 # ---- bitsandbytes --------------------------------------------------------------------------------------------------------
 
@@ -82,100 +74,6 @@ _NF4 = np.array([
 _FP4 = (np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], F32) / F32(12)).astype(F32)
 
 
-# ---- Quark ---------------------------------------------------------------------------------------------------------------
-
-
-def quark(files: Files) -> dict[str, Layer]:
-    """Every module with a weight_scale."""
-    return {name: _quark(name, files.module(name), files.config) for name in files.modules("weight_scale")}
-
-
-def _rule(config: dict[str, Any], name: str) -> dict[str, Any]:
-    by_name = config.get("layer_quant_config") or {}
-    for pattern, rule in by_name.items():
-        if fnmatch.fnmatchcase(name, pattern):
-            return rule or {}
-    return (config.get("layer_type_quant_config") or {}).get("Linear") or config["global_quant_config"]
-
-
-def _quark(name: str, m: Tensors, config: dict[str, Any]) -> Layer:
-    rule = _rule(config, name)
-    specs = rule["weight"] if isinstance(rule["weight"], list) else [rule["weight"]]
-    spec, dtype = specs[0], specs[0]["dtype"]
-    export = config.get("export") or {}
-    if dtype in ("int4", "uint4"):
-        layer = _quark_words(m, spec, (export.get("pack_method") or "reorder") == "reorder")
-    else:
-        layer = _quark_rows(m, spec, len(specs) == 2)
-    return Layer(layer.weight, layer.extras | _quark_inputs(m, rule.get("input_tensors")))
-
-
-def _quark_words(m: Tensors, spec: dict[str, Any], reorder: bool) -> Layer:
-    (groups, n), (k, words) = m["weight_scale"].shape, m["weight"].shape
-    signed, size = spec["dtype"] == "int4", spec["group_size"]
-    demand(words == -(-n // 8) and m["weight_scale"].dtype in HALVES, "words that do not fit")
-
-    def columns(stored: Stored) -> np.ndarray:
-        codes = word_stream(stored.words(), 4, 8 * words)
-        if reorder:
-            codes = codes.reshape(len(codes), -1, 8)[:, :, np.argsort(AWQ)].reshape(len(codes), -1)
-        codes = codes[:, :n]
-        return np.where(codes > 7, codes - 16, codes) if signed else codes
-
-    zeros = columns(m["weight_zero_point"]) if "weight_zero_point" in m else np.zeros((groups, n), np.int64)
-    symmetric = signed and spec.get("symmetric") is not False
-    demand(zeros.shape == (groups, n) and (not symmetric or not zeros.any()), "zero points of a symmetric weight")
-    demand(symmetric or "weight_zero_point" in m, "no zero points")
-    values = columns(m["weight"]).T - spread(zeros.T, n, k, 1, size)
-    return Layer(product(values, spread(m["weight_scale"].scales().T, n, k, 1, size)), bias_of(m, n))
-
-
-def _quark_rows(m: Tensors, spec: dict[str, Any], two: bool) -> Layer:
-    weight, dtype, scale = m["weight"], spec["dtype"], m["weight_scale"]
-    n, columns = weight.shape
-    if dtype in ("fp4", "fp6_e2m3", "fp6_e3m2"):
-        width, table = (4, E2M1) if dtype == "fp4" else (6, E2M3 if dtype == "fp6_e2m3" else E3M2)
-        demand(weight.dtype == "U8" and columns * 8 % width == 0, "bytes that hold no whole codes")
-        values = table[stream(weight.bytes().reshape(n, columns), width, columns * 8 // width)]
-    elif dtype in ("int8", "uint8"):
-        demand(weight.dtype == {"int8": "I8", "uint8": "U8"}[dtype], "other codes")
-        values = weight.integers()
-    else:
-        demand(weight.dtype == {"fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}[dtype], "other codes")
-        values = weight.floats()
-    k, how = values.shape[1], spec["qscheme"]
-    block = {"per_tensor": (n, k), "per_channel": (1, k), "per_group": (1, spec.get("group_size"))}.get(how)
-    bn, bk = block or spec["block_size"]
-    grid = blocks(n, bn), blocks(k, bk)
-    if "weight_zero_point" in m and dtype in ("int8", "uint8"):
-        zero = m["weight_zero_point"].integers().reshape(grid)
-        symmetric = dtype == "int8" and spec.get("symmetric") is not False
-        low = -128 if dtype == "int8" else 0
-        demand(not (symmetric and zero.any()) and zero.min() >= low and zero.max() <= low + 255, "zero points out of range")
-        values = values - spread(zero, n, k, bn, bk)
-    if spec.get("scale_format") == "e8m0" and not two:
-        demand(scale.dtype in ("U8", "F8_E8M0"), "scales of another type")
-    scales = on_grid(scale, grid)
-    if two:
-        with np.errstate(all="ignore"):
-            scales = (scales.astype(F64) * m["weight_scale_2"].number()).astype(F32)
-    demand(np.isfinite(scales).all() or scale.dtype in ("U8", "F8_E8M0") or two, "scales that are not finite")
-    return Layer(product(values, spread(scales, n, k, bn, bk)), bias_of(m, n))
-
-
-def _quark_inputs(m: Tensors, inputs: Any) -> dict[str, np.ndarray]:
-    specs = inputs if isinstance(inputs, list) else [] if inputs is None else [inputs]
-    if not specs:
-        return {}
-    if specs[0].get("dtype") == "fp4":
-        if len(specs) < 2:
-            return {}
-        value = positive(m["input_scale_2"].number())
-        demand(1e-35 < value < 1e35, "an input scale without a reciprocal")
-        return {"input_scale": (1 / value.astype(F64)).astype(F32)}
-    return {} if specs[0].get("is_dynamic") is True else {"input_scale": positive(m["input_scale"].number())}
-
-
 # ---- HQQ -----------------------------------------------------------------------------------------------------------------
 
 _PACKINGS = {
@@ -192,18 +90,27 @@ def hqq(files: Files) -> dict[str, Layer]:
 def _hqq(m: Tensors) -> Layer:
     n, k = (int(size) for size in m["shape"].integers())
     width, shifts = _PACKINGS[m["packing"].raw.decode("ascii", "replace")]
-    demand(n >= 1 and k >= 1 and m["axis"].number() == 1, "a shape or axis that is none")
+    axis = m["axis"].number()
+    demand(n >= 1 and k >= 1 and axis in (0, 1), "a shape or axis that is none")
     demand(not any(m[key].number() for key in ("quant_scale", "quant_zero") if key in m), "quantized scales")
-    size = int(m["group_size"].number()) if "group_size" in m else k
+    one = "scale" in m and m["scale"].shape in NUMBER and "channel_wise" in m and m["channel_wise"].number() == 0
+    size = n * k if one else int(m["group_size"].number()) if "group_size" in m else k if axis == 1 else n
     demand(size >= 1 and n * k % size == 0, "groups that do not fill the weight")
-    rows = n * k // size
+    groups = n * k // size
+    rows = n if one else groups if axis == 1 else size  # of the matrix that is packed: groups are its rows, or its columns
     stored = np.frombuffer(m["W_q"].raw, "<i4" if width == 3 else np.uint8).astype(np.int64)
-    demand(len(stored) == -(-rows // len(shifts)) * size, "codes of another number")
-    codes = np.concatenate([(stored >> shift) & ((1 << width) - 1) for shift in shifts])[: n * k].reshape(rows, size)
-    scale, zero = (m[key].scales().astype(F64).reshape(rows, 1) for key in ("scale", "zero"))
+    demand(len(stored) == -(-rows // len(shifts)) * (n * k // rows), "codes of another number")
+    codes = np.concatenate([(stored >> shift) & ((1 << width) - 1) for shift in shifts])[: n * k].reshape(rows, -1)
+    if "scale" not in m and "zero_scale" in m:  # both in one tensor
+        parts, exact = m["zero_scale"].scales().astype(F64).reshape(2, -1)[::-1], m["zero_scale"].dtype != "F32"
+    else:
+        parts, exact = (
+            [m[key].scales().astype(F64) for key in ("scale", "zero")],
+            not {m["scale"].dtype, m["zero"].dtype} & {"F32"},
+        )
+    scale, zero = (part.reshape((1, 1) if one else (groups, 1) if axis == 1 else (1, groups)) for part in parts)
     with np.errstate(all="ignore"):
         weight = ((codes - zero) * scale).astype(F32)
-    exact = m["scale"].dtype != "F32" and m["zero"].dtype != "F32"
     return Layer(weight.reshape(n, k), bias_of(m, n), 0.0 if exact else 2.0**-22)
 
 

@@ -1,0 +1,196 @@
+"""The oracle's Quark, from the description of the format. No code of Bitline."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import numpy as np
+from oracle_files import (
+    E2M1,
+    E2M3,
+    E3M2,
+    F32,
+    F64,
+    HALVES,
+    SIZES,
+    Files,
+    Layer,
+    Stored,
+    Tensors,
+    bias_of,
+    demand,
+    product,
+    spread,
+    stream,
+    word_stream,
+)  # fmt: skip
+from oracle_float import blocks, on_grid, positive
+from oracle_int import AWQ
+
+# Integers: bits, whether codes are two's complement, and how many of them one stored element holds (0: a bit stream of bytes).
+_INTEGERS = {"int2": (2, True, 1), "uint2": (2, False, 4), "int3": (3, True, 0), "int4": (4, True, 8), "uint4": (4, False, 8),
+             "int8": (8, True, 1), "uint8": (8, False, 1)}  # fmt: skip
+_SMALL = {"fp4": (4, E2M1), "fp6_e2m3": (6, E2M3), "fp6_e3m2": (6, E3M2)}
+_EIGHT = {"fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
+_UE5M3 = np.array([m * 2.0**-17 if not e else (8 + m) * 2.0 ** (e - 18) for e in range(32) for m in range(8)], F32)
+_UE5M3[255] = np.nan
+
+
+def layers(files: Files) -> dict[str, Layer]:
+    """Every module with a weight_scale."""
+    return {name: _layer(name, files.module(name), files.config) for name in files.modules("weight_scale")}
+
+
+def _rule(config: dict[str, Any], name: str) -> dict[str, Any]:
+    for pattern, rule in (config.get("layer_quant_config") or {}).items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return rule or {}
+    return (config.get("layer_type_quant_config") or {}).get("Linear") or config["global_quant_config"]
+
+
+def _layer(name: str, m: Tensors, config: dict[str, Any]) -> Layer:
+    rule = _rule(config, name)
+    specs = rule["weight"] if isinstance(rule["weight"], list) else [rule["weight"]]
+    spec, dtype = specs[0], specs[0]["dtype"]
+    reorder = ((config.get("export") or {}).get("pack_method") or "reorder") == "reorder"
+    if dtype in _INTEGERS:
+        layer = _integers(m, spec, reorder)
+    else:
+        layer = _mx(m, spec) if dtype == "mx" else _floats(m, spec, len(specs) == 2)
+    inputs = rule.get("input_tensors")
+    return Layer(layer.weight, layer.extras | _inputs(m, inputs if isinstance(inputs, list) else [inputs]), layer.slack)
+
+
+def _codes(stored: Stored, dtype: str, reorder: bool) -> np.ndarray:
+    """Codes along the last dimension, as the numbers that they are."""
+    width, signed, per = _INTEGERS[dtype]
+    lines = stored.shape[0] if len(stored.shape) == 2 else 1
+    if per == 8:
+        codes = word_stream(stored.words().reshape(lines, -1), 4, 8 * stored.shape[-1])
+        if reorder:
+            codes = codes.reshape(lines, -1, 8)[:, :, np.argsort(AWQ)].reshape(lines, -1)
+    elif per == 1:
+        codes = stored.integers().reshape(lines, -1)
+        low = -(1 << (width - 1)) if signed else 0
+        demand(codes.min() >= low and codes.max() < low + (1 << width), "integers that do not fit their type")
+        return codes
+    else:
+        demand(stored.dtype == "U8", "bytes of another type")
+        raw = stored.bytes().reshape(lines, -1)
+        codes = stream(raw, width, raw.shape[1] * 8 // width)
+        if per == 4:  # the first code in the high bits
+            codes = codes.reshape(lines, -1, 4)[:, :, ::-1].reshape(lines, -1)
+    return np.where(codes >> (width - 1), codes - (1 << width), codes) if signed else codes
+
+
+def _integers(m: Tensors, spec: dict[str, Any], reorder: bool) -> Layer:
+    dtype, grouped, scale = spec["dtype"], spec["qscheme"] == "per_group", m["weight_scale"]
+    _, signed, per = _INTEGERS[dtype]
+    demand(scale.dtype in HALVES, "scales of another type")
+    codes = _codes(m["weight"], dtype, reorder)
+    if grouped and per:
+        codes = codes.T  # stored as [K, N]
+    n, k = (scale.shape[1] if grouped else len(codes)), codes.shape[1]
+    demand(n <= len(codes) < n + max(per, 1), "another number of rows")
+    codes, (bn, bk) = codes[:n], _block(spec, n, k)
+    grid = blocks(n, bn), blocks(k, bk)
+    scales = spread(scale.scales().T if grouped else on_grid(scale, grid), n, k, bn, bk)
+    symmetric, zero = signed and spec.get("symmetric") is not False, np.zeros(grid)
+    demand(symmetric or "weight_zero_point" in m, "no zero points")
+    if "weight_zero_point" in m:
+        zero = _zeros(m["weight_zero_point"], spec, grid, reorder)
+        demand(not (symmetric and zero.any()), "zero points of a symmetric weight")
+    numbers = "weight_zero_point" in m and m["weight_zero_point"].dtype in HALVES
+    with np.errstate(all="ignore"):
+        weight = ((codes - spread(zero, n, k, bn, bk)) * scales.astype(F64)).astype(F32)
+    return Layer(weight, bias_of(m, n), 2.0**-18 if numbers and not symmetric else 0.0)
+
+
+def _zeros(stored: Stored, spec: dict[str, Any], grid: tuple[int, int], reorder: bool) -> np.ndarray:
+    """Zero points on the grid of the scales: numbers, or integers packed as the weight's codes are."""
+    grouped, dtype = spec["qscheme"] == "per_group", spec["dtype"]
+    if stored.dtype in HALVES:
+        zero = stored.floats().astype(F64)
+        demand(np.isfinite(zero).all(), "zero points that are not finite")
+        return (zero.T if zero.ndim == 2 else zero).reshape(grid)
+    if grid == (1, 1) and not grouped:
+        width, signed, _ = _INTEGERS[dtype]
+        value, low = stored.number(), -(1 << (width - 1)) if signed else 0
+        demand(low <= value < low + (1 << width), "a zero point that does not fit its type")
+        return np.array([[value]])
+    if not grouped:  # one line of codes
+        stored = Stored(stored.dtype, (1, len(stored.raw) // SIZES[stored.dtype]), stored.raw)
+    codes = _codes(stored, dtype, reorder)
+    if grouped and dtype == "int3":
+        return codes[:, : grid[1]]
+    return codes[:, : grid[0]].T
+
+
+def _block(spec: dict[str, Any], n: int, k: int) -> tuple[int, int]:
+    how = spec["qscheme"]
+    if how == "per_block":
+        rows, columns = spec["block_size"]
+        return rows, columns
+    return {"per_tensor": (n, k), "per_channel": (1, k), "per_group": (1, spec.get("group_size"))}[how]
+
+
+def _floats(m: Tensors, spec: dict[str, Any], two: bool) -> Layer:
+    weight, scale, (n, columns) = m["weight"], m["weight_scale"], m["weight"].shape
+    if spec["dtype"] in _SMALL:
+        width, table = _SMALL[spec["dtype"]]
+        demand(weight.dtype == "U8" and columns * 8 % width == 0, "bytes that hold no whole codes")
+        values = table[stream(weight.bytes().reshape(n, columns), width, columns * 8 // width)]
+    else:
+        demand(weight.dtype == _EIGHT[spec["dtype"]], "other codes")
+        values = weight.floats()
+    k, said = values.shape[1], spec.get("scale_format")
+    bn, bk = _block(spec, n, k)
+    if said == "e5m3" and not two:
+        demand(scale.dtype == "U8", "scales of another type")
+        numbers = _UE5M3[scale.bytes()]
+        demand(np.isfinite(numbers).all(), "scales that are not finite")
+        scale = Stored("F32", scale.shape, numbers.tobytes())
+    demand(said != "e8m0" or two or scale.dtype in ("U8", "F8_E8M0"), "scales of another type")
+    scales = on_grid(scale, (blocks(n, bn), blocks(k, bk)))
+    if two:
+        with np.errstate(all="ignore"):
+            scales = (scales.astype(F64) * m["weight_scale_2"].number()).astype(F32)
+    return Layer(product(values, spread(scales, n, k, bn, bk)), bias_of(m, n))
+
+
+def _mx(m: Tensors, spec: dict[str, Any]) -> Layer:
+    """Blocks of 32 under exponents in two's complement; six bits are planes of two and of four."""
+    width, table = _SMALL[spec["mx_element_dtype"]]
+    n, columns = m["weight"].shape
+    raw = m["weight"].bytes().reshape(n, columns)
+    if width == 6:
+        high = stream(raw[:, ::3], 2, 4 * (columns // 3)).reshape(n, -1, 4)[:, :, ::-1]
+        lower = np.stack((raw[:, 1::3], raw[:, 2::3]), -1).reshape(n, -1)
+        low = stream(lower, 4, 4 * (columns // 3)).reshape(n, -1, 2)[:, :, ::-1]
+        codes = (high.reshape(n, -1) << 4) | low.reshape(n, -1)
+    else:
+        codes = stream(raw, 4, 2 * columns)
+    k, exponent = codes.shape[1], m["weight_scale"].bytes().view(np.int8).astype(F64)
+    demand(m["weight_scale"].shape == (n, blocks(k, 32)), "scales of another shape")
+    with np.errstate(all="ignore"):
+        scales = np.where(exponent == -128, np.nan, 2.0**exponent).astype(F32).reshape(n, -1)
+    return Layer(product(table[codes], spread(scales, n, k, 1, 32)), bias_of(m, n))
+
+
+def _inputs(m: Tensors, specs: list[Any]) -> dict[str, np.ndarray]:
+    specs = [spec for spec in specs if spec is not None]
+    if not specs:
+        return {}
+    spec, dynamic = specs[0], specs[0].get("is_dynamic") is True
+    if dynamic and spec.get("dtype") == "fp4" and len(specs) == 2:
+        value = positive(m["input_scale_2"].number())
+        demand(1e-35 < value < 1e35, "an input scale without a reciprocal")
+        return {"input_scale": (1 / value.astype(F64)).astype(F32)}
+    if dynamic:
+        return {}
+    extras = {"input_scale": positive(m["input_scale"].number())}
+    if spec.get("dtype") == "uint8" or (spec.get("symmetric") is False and spec.get("dtype") == "int8"):
+        shift = 128 if spec["dtype"] == "uint8" else 0
+        extras["input_zero"] = np.array(m["input_zero_point"].number() - shift, F32)
+    return extras

@@ -1,0 +1,52 @@
+"""Every kind of lie about every tensor, header and config value of every family: see matrix.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import bases_gguf
+import matrix
+import matrix_gguf
+import pytest
+from bases import FAMILIES
+from matrix import Case
+from outcomes import guarded, outcome, says_where, scratch
+
+
+def judge(case: Case) -> str | None:
+    """What is wrong with the outcome, None where nothing is."""
+    with scratch() as folder, guarded():
+        try:
+            path = case.build(folder)
+            error = outcome(path)
+            if error is None:
+                return f"{case.name} loads" if case.refused else None
+            says_where(error, path, place=case.place)
+        except Exception as error:
+            return f"{case.name}: {type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("base", FAMILIES)
+def test_family(base):
+    cases = list(matrix.attacks(base))
+    assert len({case.name for case in cases}) == len(cases) > 200
+    wrong = [what for case in cases if (what := judge(case))]
+    assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:20])
+
+
+@pytest.mark.parametrize("ggml", bases_gguf.TYPES)
+def test_gguf(ggml):
+    cases = list(matrix_gguf.attacks(ggml))
+    assert len({case.name for case in cases}) == len(cases) > 60
+    wrong = [what for case in cases if (what := judge(case))]
+    assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:20])
+
+
+def test_the_attacks_can_be_written_to_look_at(tmp_path):
+    script = Path(__file__).with_name("write_corpus.py")
+    pattern = "^gptq/tensor/up_proj.g_idx/|^gguf-Q4_K/dims|^file-"
+    done = subprocess.run([sys.executable, script, tmp_path, pattern], capture_output=True, text=True, check=True)
+    assert len(done.stdout.split()) > 20 and (tmp_path / "gptq/tensor/up_proj.g_idx/missing/model.safetensors").is_file()
