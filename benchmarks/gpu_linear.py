@@ -1,11 +1,13 @@
 """Bitline's GPU kernels beside cuBLAS and, where it is installed, humming-kernels.
 
     python benchmarks/gpu_linear.py [--shapes 4096x4096,…] [--m 1,16,…] [--out results.json]
+    python benchmarks/gpu_linear.py --kernel GluonHopperLinearKernel --schemes "W4A16 g128,MXFP4A16" --sustained …
 
 Each time is the median of CUDA-graph replays over at least 300 MB of copies of the layer, so that weights come from
-device memory. `limit` is the larger of bytes / 4.35 TB/s + 2 us and operations / the dense rate (790 TFLOP/s for bf16,
-1550 for FP8): the read bandwidth, ramp-up and rates measured on an H200. Every kernel is checked before it is timed.
-`eager` is one plain call from Python, host-bound.
+device memory. Under steady load the card lowers its clocks, so --sustained gives two times of every kernel: `us`, 4 ms
+after 0.2 s of rest, and `sustained_us`, 50 ms after 0.2 s of the same load. `limit` is the larger of bytes / 4.35 TB/s +
+2 us and operations / the dense rate (790 TFLOP/s for bf16, 1550 for FP8): the read bandwidth, ramp-up and rates measured
+on an H200. Every kernel is checked before it is timed. `eager` is one plain call from Python, host-bound.
 """
 
 from __future__ import annotations
@@ -36,6 +38,11 @@ def spec_of(scheme: str, n: int, k: int) -> LinearSpec:
     fp8 = {"weight": types.float8_e4m3fn, "block": (1, k), "scale_dtype": torch.float32}
     return {
         "W4A16 g128": base.replace(block=(1, 128)),
+        "W4A16 g128 fp16": base.replace(block=(1, 128), scale_dtype=torch.float16, act_dtype=torch.float16),
+        "W4A16 g64": base.replace(block=(1, 64)),
+        "MXFP4A16": base.replace(block=(1, 32), weight=types.float4_e2m1, scale_dtype=torch.float8_e8m0fnu),
+        "NVFP4A16": base.replace(block=(1, 16), weight=types.float4_e2m1, scale_dtype=torch.float8_e4m3fn, scale2_block=(n, k)),
+        "FP8A16": base.replace(weight=types.float8_e4m3fn, block=(1, k), scale_dtype=torch.float32),
         "W4A16 g128 zero": base.replace(block=(1, 128), weight=types.uint4, zero="int"),
         "W4A16 g32": base.replace(block=(1, 32)),
         "W8A16 g128": base.replace(block=(1, 128), weight=types.uint8b128),
@@ -51,7 +58,7 @@ def fill(spec: LinearSpec) -> QuantizedWeight:
     rows = {
         name: t.repeat(times, 1)[: spec.n] for name, t in small.tensors().items() if name in ("codes", "scale", "zero", "offset")
     }
-    return QuantizedWeight(spec, **rows)
+    return QuantizedWeight(spec, **rows, scale2=small.scale2)
 
 
 def replay_us(calls, target_ms: float = 15, rounds: int = 5) -> float:
@@ -77,6 +84,35 @@ def replay_us(calls, target_ms: float = 15, rounds: int = 5) -> float:
     once(2)
     n = max(1, min(200, int(target_ms / max(once(1), 1e-3))))
     return sorted(once(n) for _ in range(rounds))[rounds // 2] / len(calls) * 1e3
+
+
+def rested_us(calls) -> tuple[float, float]:
+    """Microseconds per call, 4 ms after a rest and 50 ms after 0.2 s of the same load."""
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
+
+    def timed(n: int) -> float:
+        start.record()
+        for _ in range(n):
+            graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop) / n
+
+    torch.cuda.synchronize()
+    time.sleep(0.2)
+    once = max(timed(1), 1e-3)
+    burst = timed(max(1, int(4 / once)))
+    for _ in range(int(200 / once)):
+        graph.replay()
+    return burst / len(calls) * 1e3, timed(max(1, int(50 / once))) / len(calls) * 1e3
 
 
 def eager_us(call, n: int = 300) -> float:
@@ -107,14 +143,22 @@ def cublas(n: int, k: int):
     return lambda x: [lambda w=w: linear(x, w) for w in ws]
 
 
-def humming(n: int, k: int, bits: int):
+HUMMING = {
+    "W4A16 g128": {"dtype": "uint4", "group_size": 128},
+    "W4A16 g64": {"dtype": "uint4", "group_size": 64},
+    "W4A16 g32": {"dtype": "uint4", "group_size": 32},
+    "W8A16 g128": {"dtype": "uint8", "group_size": 128},
+    "MXFP4A16": {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"},
+    "NVFP4A16": {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3"},
+}
+
+
+def humming(n: int, k: int, scheme: str):
     from humming.layer import HummingLayer
 
     layers, state = [], None
-    for _ in range(copies(n * k * bits // 8)):
-        layer = HummingLayer(
-            shape_n=n, shape_k=k, weight_config={"dtype": f"uint{bits}", "group_size": 128}, torch_dtype=torch.bfloat16
-        ).cuda()
+    for _ in range(copies(n * k * (8 if "8" in HUMMING[scheme]["dtype"] else 4) // 8)):
+        layer = HummingLayer(shape_n=n, shape_k=k, weight_config=dict(HUMMING[scheme]), torch_dtype=torch.bfloat16).cuda()
         if state is None:
             layer.load_from_unquantized(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02)
             state = {name: t.clone() for name, t in layer.state_dict().items()}
@@ -130,28 +174,40 @@ def limit_us(spec: LinearSpec, m: int) -> float:
     return 1e6 * max(io / READ + RAMP, 2 * m * spec.n * spec.k / RATE["fp8" if spec.act else "bf16"])
 
 
-def measure(scheme: str, name: str, n: int, k: int, rows: list[int], peers: bool) -> list[dict]:
+def measure(scheme: str, name: str, n: int, k: int, rows: list[int], peers: bool, sustained: bool = False) -> list[dict]:
     spec = spec_of(scheme, n, k)
     weight = fill(spec)
     kernel, packs, make = ours(name, weight)
     others = {"cuBLAS bf16": cublas(n, k)} if peers else {}
-    if peers and scheme == "W4A16 g128":
+    if peers and scheme in HUMMING:
         try:
-            others["humming W4"] = humming(n, k, 4)
+            others["humming"] = humming(n, k, scheme)
         except Exception as error:  # an optional peer: whatever is wrong with it is a line in the log
             print("humming:", type(error).__name__, str(error)[:120])
     found = []
     for m in rows:
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        check(kernel.apply(x, packs[0], None, spec), x, weight)
-        row = {"scheme": scheme, "n": n, "k": k, "m": m, "kernel": name, "limit_us": limit_us(spec, m), "us": replay_us(make(x))}
+        x = torch.randn(m, k, device="cuda", dtype=spec.act_dtype)
+        if n * k * m <= 1 << 36:  # float64 products of the largest would take longer than all timings
+            check(kernel.apply(x, packs[0], None, spec), x, weight)
+        row = {"scheme": scheme, "n": n, "k": k, "m": m, "kernel": name, "limit_us": limit_us(spec, m)}
+        timed = {"us": make(x)}
         if m == 1:
             row["eager_us"] = eager_us(make(x)[0])
         for peer, build in others.items():
             try:
-                row[peer] = replay_us(build(x))
+                timed[peer] = build(x.bfloat16())
             except Exception as error:
                 print(peer, "M", m, type(error).__name__, str(error)[:120])
+        for label, calls in timed.items():
+            try:
+                if sustained:
+                    row[label], row["sustained_us" if label == "us" else f"{label} sustained"] = rested_us(calls)
+                else:
+                    row[label] = replay_us(calls)
+            except Exception as error:
+                if label == "us":
+                    raise
+                print(label, "M", m, type(error).__name__, str(error)[:120])
         found.append(row)
         print(scheme, f"{n}x{k} M={m}", {key: round(v, 2) for key, v in row.items() if isinstance(v, float)}, flush=True)
     return found
@@ -162,9 +218,20 @@ def main() -> None:
     options.add_argument("--shapes", default=SHAPES)
     options.add_argument("--smol", default=SMOL)
     options.add_argument("--m", default="1,4,8,16,32,64,128,256,512,1024,4096")
+    options.add_argument("--kernel", default="", help="time one kernel at --schemes and --shapes instead of the usual plan")
+    options.add_argument("--schemes", default="W4A16 g128")
+    options.add_argument("--sustained", action="store_true")
     options.add_argument("--out", default="benchmarks/results/h200_triton_w4a16.json")
     chosen = options.parse_args()
     rows = [int(m) for m in chosen.m.split(",")]
+    if chosen.kernel:
+        found = []
+        for scheme in chosen.schemes.split(","):
+            for shape in chosen.shapes.split(","):
+                n, k = map(int, shape.split("x"))
+                found += measure(scheme, chosen.kernel, n, k, rows, True, chosen.sustained)
+                Path(chosen.out).write_text(json.dumps({"machine": machine("cuda"), "results": found}, indent=1) + "\n")
+        return
     triton, row_wise = "TritonW4A16LinearKernel", "RowWiseTorchFP8ScaledMMLinearKernel"
     plan = [("W4A16 g128", triton, shape, rows, True) for shape in chosen.shapes.split(",") if shape]
     plan += [("Q4_1", triton, shape, [1, 16, 128], True) for shape in chosen.smol.split(",") if shape]

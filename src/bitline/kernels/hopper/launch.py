@@ -79,8 +79,10 @@ def code_of(scheme: Scheme, bias: bool, mt: int = 0) -> Code:
 @functools.cache
 def _triton() -> Any:
     """The device code and what launching takes: the only imports of Triton."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime import driver
 
     from bitline.kernels.hopper import decode_device, wide_device
 
@@ -90,34 +92,61 @@ def _triton() -> Any:
     return SimpleNamespace(
         decode=decode_device.decode, wide=wide_device.wide, Descriptor=TensorDescriptor,
         swizzled=shared(128, 16), plain32=shared(0, 32), plain16=shared(0, 16),
+        fill=driver.active.utils.fill_tma_descriptor, dtypes=TMA_DTYPE_DEVICE_TO_HOST,
     )  # fmt: skip
 
 
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _launch(
-    kernel: Any, programs: int, device: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], options: dict[str, Any]
-) -> None:
-    """Run a kernel: past its first call without Triton's inspection of arguments, which costs more than the kernel.
+class _Typed:
+    """A tensor's address under another dtype, as Triton's compiler takes it."""
 
-    No argument is specialised on its value, and every pointer is a multiple of 16, so a binary fits all calls with the
-    same constants. `constants` is in the order of the kernel's parameters, `options` a part of it by name.
-    """
-    key = (kernel, device, constants, options.get("maxnreg", 0))
-    found = _compiled.get(key)
-    if found is None:
-        names = kernel.arg_names[len(arguments) :]
-        binary = kernel[(programs,)](*arguments, **{**dict(zip(names, constants, strict=True)), **options})
-        _compiled[key] = (binary.run, binary.function, binary.packed_metadata)
-        return
-    run, function, metadata = found
-    run(programs, 1, 1, _raw_stream(device), function, metadata, None, None, None, *arguments, *constants)
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, tensor: Tensor, dtype: str) -> None:
+        self.address, self.dtype = tensor.data_ptr(), dtype
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+class _Binary(NamedTuple):
+    """A compiled kernel: Triton's C launcher, the arguments that it takes before the kernel's own, and of each tensor map the
+    swizzle, element size, type and box."""
+
+    launch: Any
+    head: tuple[Any, ...]
+    middle: tuple[Any, ...]
+    maps: tuple[tuple[Any, ...], ...]
+
+
+_binaries: dict[tuple[Any, ...], _Binary] = {}
+
+
+def _compile(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], options: dict[str, Any]
+) -> _Binary:
+    """Compile and run once, by Triton's own path. No argument is specialised on its value and every pointer is a multiple
+    of 16, so that the binary fits all calls with the same constants."""
+    names = kernel.arg_names[len(arguments) :]
+    binary = kernel[(programs,)](*arguments, **{**dict(zip(names, constants, strict=True)), **options})
+    run = binary.run
+    launch = run.launch
+    if launch.__class__.__name__ == "function":  # the wrapper that makes tensor maps from descriptors at every call
+        launch = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
+    head = (binary.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
+    return _Binary(
+        launch,
+        head,
+        (binary.packed_metadata, None, None, None),
+        tuple(map(_form, getattr(binary.metadata, "tensordesc_meta", None) or ())),
+    )
 
 
 class _DecodePlan:
-    """A launch for up to 8 or 16 rows."""
+    """A launch for up to 4, 8 or 16 rows."""
 
     def __init__(self, spec: LinearSpec, scheme: Scheme, m: int, bias: bool, tile: Decode | None = None) -> None:
         self.spec = spec  # kept alive, so that its identity stays its own
@@ -132,32 +161,32 @@ class _DecodePlan:
         self.options = {"num_warps": tile.warps, "launch_pdl": True, **({"maxnreg": tile.registers} if tile.registers else {})}
         self.programs = -(-tiles // tile.r)
         self.numbers = (units, tiles, scheme.groups, steps)
+        self.binary: _Binary | None = None
 
     def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         words, scale, zero, alpha, _ = packed
         m, k = x.shape
         n = self.spec.n
-        y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-        _launch(
-            _triton().decode, self.programs, x.device.index,
-            (x, words, _Pointer(scale, "fp32" if scale.dtype == torch.float32 else "i32"), _Pointer(zero, "i16"),
-             x if bias is None else bias, alpha, y, m, n, k, *self.numbers),
-            self.constants, self.options,
+        y = x.new_empty((m, n))
+        index = x.device.index
+        binary = self.binary
+        if binary is None:
+            key = (self.constants, self.options.get("maxnreg"), index)
+            binary = _binaries.get(key)
+            if binary is None:
+                typed = (
+                    x, words, _Typed(scale, "fp32" if scale.dtype == torch.float32 else "i32"), _Typed(zero, "i16"),
+                    x if bias is None else bias, alpha, y, m, n, k, *self.numbers,
+                )  # fmt: skip
+                binary = _binaries[key] = _compile(_triton().decode, self.programs, typed, self.constants, self.options)
+                self.binary = binary
+                return y
+            self.binary = binary
+        binary.launch(
+            self.programs, 1, 1, _raw_stream(index), *binary.head, *binary.middle,
+            x, words, scale, zero, x if bias is None else bias, alpha, y, m, n, k, *self.numbers, *self.constants,
         )  # fmt: skip
         return y
-
-
-class _Pointer:
-    """A tensor's address under another dtype, as Triton takes it."""
-
-    __slots__ = ("address", "dtype")
-
-    def __init__(self, tensor: Tensor, dtype: str) -> None:
-        self.address, self.dtype = tensor.data_ptr(), dtype
-
-    def data_ptr(self) -> int:
-        """The address."""
-        return self.address
 
 
 class _WidePlan:
@@ -179,57 +208,76 @@ class _WidePlan:
         self.options = {"num_warps": 4, "launch_pdl": t.pdl}
         self.boxes = (nt * 4, 128 * scheme.width // 4, (16 if scheme.wide else 8) * scheme.fine, 8 * scheme.fine)
         self.columns = -(-spec.n // 8) * 8
+        self.binary: _Binary | None = None
 
     def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        words, _, _, alpha, _ = packed
+        words, scale, zero, alpha, _ = packed
+        m, k = x.shape
         n = self.columns
-        y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
-        wd, sd, zd = _described(packed, self.scheme, self.boxes)
-        device = x.device.index
+        y = x.new_empty((m, n))
+        index = x.device.index
         parts, flags = words, words
         if self.scratch:
             parts = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
             flags = flags_of(x.device)
-        _launch(
-            _triton().wide, self.programs, device,
-            (_rows(x, self.tile.bm), wd, sd, zd, _rows(y, self.tile.bm), _Pointer(parts, "fp32"), _Pointer(flags, "i32"),
-             x if bias is None else bias, alpha, *self.numbers),
-            self.constants, self.options,
+        binary = self.binary
+        if binary is None:
+            key = (self.constants, index)
+            binary = _binaries.get(key)
+            if binary is None:
+                self._compile(key, x, packed, bias, y, parts, flags)
+                return y if n == self.spec.n else y[:, : self.spec.n].contiguous()
+            self.binary = binary
+        weights = _weight_maps(words, scale, zero, self.scheme, binary.maps)
+        binary.launch(
+            self.programs, 1, 1, _raw_stream(index), *binary.head, *binary.middle,
+            *_map(x.data_ptr(), m, k, *binary.maps[0]), *weights, *_map(y.data_ptr(), m, n, *binary.maps[-1]),
+            parts, flags, x if bias is None else bias, alpha, *self.numbers, *self.constants,
         )  # fmt: skip
         return y if n == self.spec.n else y[:, : self.spec.n].contiguous()
 
+    def _compile(
+        self, key: Any, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, parts: Tensor, flags: Tensor
+    ) -> None:
+        g, s, (rows, words, entries, zeros), bm = _triton(), self.scheme, self.boxes, self.tile.bm
+        tiles = packed[0].shape[0]
+        scale = packed[1] if s.wide else packed[1].view(torch.int32)
+        zero = packed[2].view(torch.int16) if s.zero else packed[0]
+        typed = (
+            g.Descriptor.from_tensor(x, [bm, 64], g.swizzled),
+            g.Descriptor.from_tensor(packed[0].view(tiles, -1), [rows, words], g.plain32),
+            g.Descriptor.from_tensor(scale.view(tiles, -1), [rows, entries], g.plain32),
+            g.Descriptor.from_tensor(zero.view(tiles, -1), [rows, zeros], g.plain16) if s.zero else packed[0],
+            g.Descriptor.from_tensor(y, [bm, 64], g.swizzled),
+            _Typed(parts, "fp32"), _Typed(flags, "i32"), x if bias is None else bias, packed[3], *self.numbers,
+        )  # fmt: skip
+        _binaries[key] = _compile(g.wide, self.programs, typed, self.constants, self.options)
 
-def _descriptor(base: Any, shape: list[int], block: list[int], shared: Any) -> Any:
-    """A TensorDescriptor without its constructor's checks, which take longer than a small kernel."""
-    d = object.__new__(_triton().Descriptor)
-    d.base, d.shape, d.strides, d.block_shape, d.layout, d.padding = base, shape, [shape[1], 1], block, shared, "zero"
-    return d
+
+# Tensor maps (128-byte descriptors of the copy engine) by address and shape; they hold no memory, only say where it is.
+@functools.lru_cache(maxsize=16384)
+def _map(address: int, rows: int, columns: int, *form: Any) -> tuple[Any, ...]:
+    swizzle, size, dtype, *block = form
+    made = _triton().fill(address, swizzle, size, dtype, block, (rows, columns), (columns, 1), 0)
+    return (made, rows, columns, columns, 1)
 
 
-def _rows(x: Tensor, rows: int) -> Any:
-    return _descriptor(x, list(x.shape), [rows, 64], _triton().swizzled)
+def _form(meta: dict[str, Any]) -> tuple[Any, ...]:
+    return (meta["swizzle"], meta["elem_size"], _triton().dtypes[meta["elem_type"]], *meta["block_size"])
 
 
-_descriptors: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
-
-
-def _described(packed: Sequence[Tensor], scheme: Scheme, boxes: tuple[int, int, int, int]) -> tuple[Any, Any, Any]:
-    """Descriptors of words, scales and zero points, made once: they hold addresses, no tensors."""
-    words, scale, zero = packed[0], packed[1], packed[2]
-    key = (words.data_ptr(), scale.data_ptr(), words.shape, scheme, boxes)
-    found = _descriptors.get(key)
-    if found is None:
-        if len(_descriptors) > 1 << 16:
-            _descriptors.clear()
-        g, tiles, rows = _triton(), words.shape[0], boxes[0]
-        wd = _descriptor(_Pointer(words, "i32"), [tiles, words[0].numel()], [rows, boxes[1]], g.plain32)
-        entries = scale[0].numel() if scheme.wide else scale[0].numel() // 2
-        sd = _descriptor(_Pointer(scale, "fp32" if scheme.wide else "i32"), [tiles, entries], [rows, boxes[2]], g.plain32)
-        zd: Any = _Pointer(words, "i32")
-        if scheme.zero:
-            zd = _descriptor(_Pointer(zero, "i16"), [tiles, zero[0].numel() // 2], [rows, boxes[3]], g.plain16)
-        found = _descriptors[key] = (wd, sd, zd)
-    return found
+def _weight_maps(words: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme, metas: Any) -> tuple[Any, ...]:
+    """The launcher's arguments for words, scales and zero points."""
+    tiles = words.shape[0]
+    width = words.shape[1] * words.shape[2] * 128
+    entries = scale.shape[1] * (16 if scheme.wide else 8)
+    found = (
+        *_map(words.data_ptr(), tiles, width, *metas[1]),
+        *_map(scale.data_ptr(), tiles, entries, *metas[2]),
+    )
+    if scheme.zero:
+        return (*found, *_map(zero.data_ptr(), tiles, zero.shape[1] * 8, *metas[3]))
+    return (*found, words)
 
 
 _SLOT, _SLOTS, _STREAMS = 1024, 8192, 256  # int32 flags of one launch; launches, and how many are for streams
@@ -269,7 +317,7 @@ def _sms(device: torch.device) -> int:
 
 
 def _plan(spec: LinearSpec, m: int, bias: bool, device: torch.device) -> _DecodePlan | _WidePlan:
-    rows = 8 if m <= 8 else 16 if m <= DECODE_ROWS else m
+    rows = m if m > DECODE_ROWS else 4 if m <= 4 else 8 if m <= 8 else 16
     key = (id(spec), rows, bias, device)
     plan = _plans.get(key)
     if plan is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,15 +56,19 @@ class GluonHopperLinearKernel(Kernel):
         """words (`layout`); scale and zero [tiles, groups, 8, 2]; alpha [1]; perm int32 [K]. Absent ones are empty."""
         spec, scheme = weight.spec, _scheme(weight.spec)
         words = layout.pack_words(weight.codes, scheme.width, spec.k, scheme.flip)
-        if scheme.format == "e4m3" and scheme.half:
+        if scheme.format.startswith("e4m3") and scheme.half:
             words = layout.byte_pairs(words)
-        elif scheme.format in ("e2m1", "e4m3"):
+        elif scheme.format.startswith("e"):
             words = layout.spread(words, scheme.width)
         row = (torch.arange(spec.n, device=weight.device) + spec.block_offset[0]) // spec.block[0]
         absent = torch.empty(0, device=weight.device)
-        scale = weight.scale if scheme.alpha or weight.scale2 is None else weight.scales()
+        whole = spec.scale2_block == (spec.n, spec.k)  # one factor for all of the weight, which is applied to the sums
+        scale = weight.scale if whole or weight.scale2 is None else weight.scales()
+        alpha = weight.scale2.reshape(1).double() if whole and weight.scale2 is not None else torch.ones(1, device=weight.device)
+        if scheme.bias:
+            scale, alpha = _biased(scale, alpha, scheme.bias)
         scale = scale.to(torch.float32 if scheme.wide else spec.act_dtype)
-        if scheme.format == "e4m3":
+        if scheme.format.startswith("e4m3"):
             scale, row = _poisoned(scale, row, weight)
         groups = scheme.groups - scale.shape[1]  # every block of 64 columns has its scales, those of padding are zero
         pad = functools.partial(torch.nn.functional.pad, pad=(0, groups))
@@ -71,7 +76,7 @@ class GluonHopperLinearKernel(Kernel):
             "words": words,
             "scale": layout.pair_table(pad(scale), row),
             "zero": absent if weight.zero is None else layout.pair_table(pad(weight.zero), row),
-            "alpha": weight.scale2.reshape(1).float() if scheme.alpha and weight.scale2 is not None else absent,
+            "alpha": alpha.float() if scheme.alpha else absent,
             "perm": absent.int() if weight.perm is None else weight.perm,
         }
 
@@ -117,6 +122,15 @@ def _version() -> Verdict:
     if version.split(".")[:2] != ["3", "6"]:
         return no(f"the device code is written in the Gluon of Triton 3.6; this is Triton {version}", "pip install triton==3.6.0")
     return YES
+
+
+def _biased(scale: Tensor, alpha: Tensor, bias: int) -> tuple[Tensor, Tensor]:
+    """Scales times 2**bias and over the power of two below the largest, which alpha takes: no product leaves the range."""
+    wide = scale.to(torch.float32).double()  # E8M0 has no other way
+    finite = wide[wide.isfinite()].abs()
+    top = float(finite.max()) if finite.numel() else 0.0
+    exponent = math.frexp(top)[1] - 1 if top else 0
+    return (wide * 2.0 ** (bias - exponent)).float(), alpha.double() * 2.0**exponent
 
 
 def _poisoned(scale: Tensor, row: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:

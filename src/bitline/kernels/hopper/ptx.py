@@ -11,7 +11,8 @@ class Format:
     """How the codes of one scheme are decoded for one input dtype.
 
     name: "u4" (code - 8), "z4" (code - zero point), "u8" (code - 128), "z8" (code - zero point), "e2m1" and "e4m3" (in the
-    bit order of `layout.spread` for bfloat16; e4m3 as `layout.byte_pairs` for float16).
+    bit order of `layout.spread` for bfloat16; e4m3 as `layout.byte_pairs` for float16), "e2m1s" and "e4m3s" (the same, and
+    what the exponents' biases differ by is left to the scale).
     half: the input is float16, else bfloat16.
     """
 
@@ -19,16 +20,16 @@ class Format:
 
     def __init__(self, name: str, half: bool) -> None:
         self.name, self.half = name, half
-        self.width = 8 if name in ("u8", "z8", "e4m3") else 4
+        self.width = 8 if name in ("u8", "z8", "e4m3", "e4m3s") else 4
         self.planes = self.width // 4
         self.zero = name.startswith("z")
         self.type = "f16x2" if half else "bf16x2"
 
     def constants(self, zero: str = "") -> str:
         """Set what `field` needs; zero: the operand that holds the zero points of rows g (byte 0) and g + 8 (byte 1)."""
-        if self.name == "e2m1":
+        if self.name.startswith("e2m1"):
             return "mov.b32 one,0x7E807E80;"  # 2**126, the difference of the exponents' biases
-        if self.name == "e4m3":
+        if self.name.startswith("e4m3"):
             return "mov.b32 one,0x7B807B80;"  # 2**120
         s = (
             "mov.b32 magic,0x64006400; mov.b32 one,0x3C003C00;"
@@ -50,9 +51,9 @@ class Format:
 
     def field(self, out: str, word: str, row: int, half: int) -> str:
         """The pair of numbers of one row (0 for g, 1 for g + 8) and half, from its word (8 bits: of that half's plane)."""
-        if self.name == "e2m1":
+        if self.name.startswith("e2m1"):
             return self._e2m1(out, word, row + 2 * half)
-        if self.name == "e4m3":
+        if self.name.startswith("e4m3"):
             return self._e4m3(out, word, row)
         shift = 4 * (row + 2 * half) if self.width == 4 else 8 * row
         s = f"shr.u32 t,{word},{shift};" if shift else ""
@@ -73,7 +74,10 @@ class Format:
         else:
             s = f"shl.b32 t,{word},1; and.b32 {out},t,0x80008000; shr.u32 t,{word},5; lop3.b32 {out},t,0x01000100,{out},0xea;"
             s += f"shr.u32 t,{word},4; lop3.b32 {out},t,0x00c000c0,{out},0xea;"
-        return s + f"mul.rn.bf16x2 {out},{out},one;"
+        return s + self._biased(out)
+
+    def _biased(self, out: str) -> str:
+        return "" if self.name.endswith("s") else f"mul.rn.bf16x2 {out},{out},one;"
 
     def _e4m3(self, out: str, word: str, row: int) -> str:
         if self.half:
@@ -82,7 +86,7 @@ class Format:
             s = f"and.b32 {out},{word},0x87f087f0;"
         else:
             s = f"shl.b32 t,{word},4; and.b32 {out},t,0x80f080f0; shr.u32 t,{word},4; lop3.b32 {out},t,0x07000700,{out},0xea;"
-        return s + f"mul.rn.bf16x2 {out},{out},one;"
+        return s + self._biased(out)
 
 
 def mma_unit(name: str, half: bool, blocks: int, mt: int, scaled: bool) -> tuple[str, str]:

@@ -33,7 +33,12 @@ class Scheme:
     @property
     def width(self) -> int:
         """Bits of a code."""
-        return 8 if self.format in ("u8", "z8", "e4m3") else 4
+        return 8 if self.format in ("u8", "z8", "e4m3", "e4m3s") else 4
+
+    @property
+    def bias(self) -> int:
+        """Binary exponent by which scales are larger than alpha says, since decoded floats are that much smaller; else 0."""
+        return {"e2m1s": 126, "e4m3s": 120}.get(self.format, 0)
 
     @property
     def zero(self) -> bool:
@@ -74,6 +79,8 @@ def scheme_of(spec: LinearSpec) -> Scheme | Verdict:
     per = 0 if channel else max(1, bk // 64)
     alpha = spec.scale2_block == (spec.n, spec.k)
     folded = spec.scale2_block is not None and not alpha
+    if fine > 1 and name in ("e2m1", "e4m3") and not half:
+        name, alpha = name + "s", True
     wide = folded or not (spec.scale_dtype == spec.act_dtype or (spec.scale_dtype, spec.act_dtype) in _EXACT)
     blocks = 2 if spec.k % 128 == 0 and per % 2 == (1 if fine > 1 else 0) else 1
     groups = 1 if channel else -(-(-(-spec.k // 64) * 64) // bk)
