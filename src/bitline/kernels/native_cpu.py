@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,22 @@ from torch import Tensor
 from bitline import native
 from bitline.activations import fake_quantize
 from bitline.errors import BitlineError
+from bitline.kernels import cpu_costs
 from bitline.kernels import native_cpu_pack as packing
 from bitline.kernels.base import Kernel, Packed
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
+
+# Measured on two Zen 5 cores (docs/performance.md). Operations a second and core with AVX-512; seconds a weight with AVX2 on
+# two cores, for a call and for each row, and the factor for types that are gathered from a table. The matrix unit of a CPU with
+# AMX is not used, and its vector unit does one bf16 product a cycle where Zen 5 does two: not measured.
+BF16_RATE, F32_RATE, INT8_RATE, BYTES_RATE = 500e9, 260e9, 850e9, 460e9
+AVX2_START, AVX2_ROW, GATHERED = 20e-12, 12.4e-12, 3.5
+WITHOUT_TILES = 0.33
+PREPARE = 1e-10  # a number of the input
+CALL = 3e-6
+FAST = frozenset(("avx512_bf16", "avx512_vnni", "avx512_vbmi"))
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -72,11 +83,11 @@ class CPUWNA16LinearKernel(Kernel):
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
-        """x86-64 with AVX-512 and its bf16, VNNI and VBMI, and the native core built."""
+        """x86-64 with AVX2, and the native core built."""
         if not platform.native:
             return no("Bitline's native core is not there", "install Bitline where there is a C++ compiler")
-        if not {"avx512_bf16", "avx512_vnni"} <= platform.features:
-            return no("it has code for AVX-512 with bf16 and VNNI alone", "a CPU of Sapphire Rapids' or Zen 4's kind")
+        if "avx2" not in platform.features:
+            return no("it has code for AVX2 and AVX-512 alone", "an x86-64 CPU with AVX2")
         return YES
 
     @classmethod
@@ -111,11 +122,29 @@ class CPUWNA16LinearKernel(Kernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """The larger of reading and multiplying, plus the decoding of a panel."""
-        rate = platform.rates.bf16 if spec.act_dtype == torch.bfloat16 or spec.act is not None else platform.rates.fp32
-        return max(cls.packed_bytes(spec) / platform.rates.bandwidth, 2.0 * m * spec.n * spec.k / rate) + 3e-6
+        """The larger of reading the weight and multiplying; with AVX2 decoding is the most of it."""
+        weights, extra = spec.n * spec.k, CALL
+        if not packing.folds_act(spec.act):
+            extra += cpu_costs.quantized_input(spec, platform, m)
+        read = cls.packed_bytes(spec) / platform.rates.bandwidth
+        if not platform.features >= FAST:
+            slow = GATHERED if spec.weight.kind != "int" and spec.weight.bits != 4 else 1.0
+            return max(read, weights * slow * (AVX2_START + m * AVX2_ROW) * cpu_costs.share(platform)) + extra
+        rate = _rate(spec) * platform.cores * (WITHOUT_TILES if "amx" in platform.features else 1.0)
+        return max(read, 2.0 * m * weights / rate) + m * spec.k * PREPARE * cpu_costs.share(platform) + extra
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
         """Bytes of the packed weight."""
         return packing.layout(spec).places()[1]
+
+
+def _rate(spec: LinearSpec) -> float:
+    """Operations a second on one core, by what is multiplied."""
+    width = packing.layout(spec).width
+    folded = spec.act is not None and packing.folds_act(spec.act)
+    if folded and spec.act is not None and spec.act.dtype.kind == "int" and spec.weight.kind == "int" and width in (4, 8):
+        return INT8_RATE
+    if spec.act_dtype != torch.bfloat16 and not folded:
+        return F32_RATE
+    return BYTES_RATE if width == 8 else BF16_RATE
