@@ -291,9 +291,10 @@ def test_scales_that_are_not_finite(value, tmp_path):
 def test_layers_reads_no_weights(tmp_path, monkeypatch):
     write(tmp_path, config(sym=True), {"m.proj": gptq(*random_layer(K, N, 3, 4), 4, groups=[0] * K)})
     read, original = [], SafetensorsSource.read
-    monkeypatch.setattr(SafetensorsSource, "read", lambda self, name: read.append(name) or original(self, name))
+    note = lambda self, name, rows=None: read.append((name, rows)) or original(self, name, rows)
+    monkeypatch.setattr(SafetensorsSource, "read", note)
     (layer,) = open_checkpoint(tmp_path).layers()
-    assert sorted(read) == ["m.proj.g_idx", "m.proj.qzeros"]
+    assert sorted(read) == [("m.proj.g_idx", None), ("m.proj.qzeros", 1)]
     assert layer.tensors == ("m.proj.qweight", "m.proj.scales", "m.proj.qzeros", "m.proj.g_idx")
 
 
