@@ -9,8 +9,8 @@ SRC = Path(__file__).parents[1] / "src" / "bitline"
 RANK = {
     "errors": -2, "env": -2, "native": -1, "types": 0, "bits": 0, "platform": 1, "weight": 1, "activations": 1, "rounding": 2,
     "formats": 2, "checkpoint": 3, "kernels": 2, "select": 3, "linear": 4, "embedding": 4, "gguf_bridge": 4,
-    "skeleton": 5, "parallel": 5, "models": 5, "testing": 5, "model": 6, "verify": 7, "generate": 7, "conversion": 8,
-    "cli": 9, "__main__": 10, "__init__": 10, "kernels.linear": 5,
+    "skeleton": 5, "parallel": 5, "models": 5, "testing": 5, "model": 6, "verify": 7, "generate": 8, "conversion": 9,
+    "cli": 10, "__main__": 11, "__init__": 11, "kernels.linear": 5,
 }  # fmt: skip
 
 

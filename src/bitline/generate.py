@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from bitline.checkpoint import Checkpoint
 from bitline.errors import CheckpointError, InputError
 from bitline.gguf_bridge import header
+from bitline.verify import find_overflow
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def generate(
     with torch.inference_mode():
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer,
-            temperature=None, top_p=None, top_k=None, pad_token_id=_pad(model, tokenizer), **length,
+            temperature=None, top_p=None, top_k=None, pad_token_id=_pad(model, tokenizer),
+            logits_processor=[functools.partial(_check_logits, model)], **length,
         )  # fmt: skip
     new = out[0, ids.shape[1] :].tolist()
     times = streamer.times
@@ -97,6 +100,18 @@ def generate(
     return Generation(
         tokenizer.decode(new, skip_special_tokens=True), ids.shape[1], len(new),
         times[0] - started if times else 0.0, rate, tuple(new),
+    )  # fmt: skip
+
+
+def _check_logits(model: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The scores as they are; where they hold no numbers an InputError names the first layer that gave none."""
+    if not bool(torch.isnan(scores).any() | (scores == torch.inf).any()):
+        return scores
+    found = find_overflow(model, ids)
+    where = "no quantized layer" if found is None else f"{found.layer} ({found.bad} of {found.values} outputs)"
+    raise InputError(
+        "the model's outputs are no numbers", found=f"the first in {where}, inputs in {model.dtype}",
+        fix="use bfloat16" if model.dtype == torch.float16 else "bitline inspect --scales names scales that are damaged",
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bitline.linear import QuantLinear
-from bitline.model import plan
+from bitline.model import plan, quant_linears
 from bitline.testing.tolerance import compare
 
 ROWS = 1024  # of the output; a vocabulary of 150,000 in float64 would take gigabytes
@@ -29,6 +29,36 @@ class LayerCheck:
     def ok(self) -> bool:
         """Within the tolerance, and no NaN."""
         return self.error <= self.allowed
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """The first layer whose output is not finite: how many of its values are NaN or infinite."""
+
+    layer: str
+    bad: int
+    values: int
+
+
+def find_overflow(model: Any, ids: torch.Tensor) -> Overflow | None:
+    """Run a model on token ids and say which quantized layer is the first to give NaN or infinity, None where none does."""
+    found: list[Overflow] = []
+
+    def look(name: str, y: torch.Tensor) -> None:
+        bad = int((~torch.isfinite(y)).sum())
+        if bad and not found:
+            found.append(Overflow(name, bad, y.numel()))
+
+    hooks = [
+        layer.register_forward_hook(lambda _module, _args, y, name=name: look(name, y)) for name, layer in quant_linears(model)
+    ]
+    try:
+        with torch.inference_mode():
+            model(ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
 
 
 def check_layers(model: Any, rows: tuple[int, ...] = (1, 17)) -> list[LayerCheck]:
