@@ -25,8 +25,8 @@ from bitline.formats.source import PICKLES, SafetensorsSource, pickle_error
 BUILT_IN = ("gptq", "awq", "compressed_tensors", "fp8", "modelopt", "mxfp4", "gguf", "bitsandbytes", "quark", "hqq", "torchao")
 # Methods that are known by name and that no reader takes yet.
 NOT_YET = (
-    "aqlm", "auto-round", "bitnet", "eetq", "exl2", "exl3", "fbgemm_fp8", "fp_quant", "higgs", "inc", "intel/auto-round",
-    "marlin", "mxfp8", "qqq", "quanto", "quip", "quip_sharp", "spqr", "squeezellm", "vptq",
+    "aqlm", "auto-round", "bitnet", "eetq", "exl2", "exl3", "fouroversix", "fp_quant", "higgs", "inc", "intel/auto-round",
+    "marlin", "metal", "nvfp4", "qqq", "quanto", "quip", "quip_sharp", "sinq", "spqr", "squeezellm", "vptq",
 )  # fmt: skip
 # Names that only quantized layers use: one that no layer claims means that the config does not tell the whole story.
 _PACKED = (".qweight", ".qzeros", ".weight_packed", ".W_q", "._weight_qdata")
@@ -108,7 +108,8 @@ class Checkpoint:
             first = self.source.tensors[nameless.tensors[0]]
             raise CheckpointError("a quantized layer has no name", file=first.file, tensor=first.name, expected="module.suffix")
         for name, info in self.source.tensors.items():
-            if (name.endswith(_PACKED) or (name.endswith(".weight") and info.dtype in _CODES)) and name not in claimed:
+            codes = info.dtype in _CODES and (name.endswith(".weight") or (info.dtype.is_floating_point and len(info.shape) == 3))
+            if (codes or name.endswith(_PACKED)) and name not in claimed:
                 raise CheckpointError(
                     "a quantized tensor that the config does not account for", file=info.file, tensor=name,
                     found=f"quantization {self.format!r}" if reader else "no quantization config",

@@ -37,10 +37,10 @@ def check(case):
     return checkpoint
 
 
-def write(folder, config, tensors, metadata=None, modules=None):
+def write(folder, config, tensors, metadata=None, modules=None, model="llama"):
     """A checkpoint of these tensors of the module "m.proj", opened. modules: tensors by their whole names."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model, "quantization_config": config}))
     whole = {f"m.proj.{name}": tensor.contiguous() for name, tensor in tensors.items()} | (modules or {})
     save_file(whole, folder / "model.safetensors", metadata)
     return open_checkpoint(folder)

@@ -266,3 +266,14 @@ def test_the_packaged_cases_open(tmp_path):
     for folder in sorted(CHECKPOINTS.iterdir()):
         if folder.is_dir():
             assert open_checkpoint(folder).layers()
+
+
+@pytest.mark.parametrize("path", [["text_config"], ["thinker_config", "text_config"], ["language_config"], ["talker_config"]])
+def test_a_config_within_a_config(path, tmp_path):
+    folder = tmp_path / "c"
+    write(folder, GPTQ, {"language_model.m.proj": layer()})
+    config = {"quantization_config": GPTQ}
+    for key in reversed(path):
+        config = {key: config}
+    (folder / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": {}, **config}))
+    assert [r.name for r in open_checkpoint(folder).layers()] == ["language_model.m.proj"]

@@ -152,3 +152,53 @@ def test_contradictions_name_both_sides(tmp_path):
         CheckpointError, match=r"weight_scale_inv.*found \[3, 3\].*\[1, 1\], as blocks of 128 x 128 in config\.json"
     ):
         one(tmp_path, BLOCK | {"weight_block_size": [128, 128]}, {"weight": finite_fp8(N, K), "weight_scale_inv": block_scales()})
+
+
+def test_the_bound_of_fbgemms_inputs_is_carried(tmp_path):
+    tensors = {"weight": finite_fp8(N, K), "weight_scale": block_scales(bn=1, bk=K), "input_scale_ub": torch.tensor([900.0])}
+    layer = one(tmp_path / "a", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 900.0}, tensors)
+    assert (layer.format, layer.spec.act) == ("fbgemm_fp8 channel", ActSpec(float8_e4m3fn, limit=900.0))
+    scales = tensors["weight_scale"].double()
+    assert torch.equal(layer.weight().dequantize(), product(bits_of(tensors["weight"], e4m3), lambda n, k: float(scales[n, 0])))
+    assert one(tmp_path / "b", {"quant_method": "fbgemm_fp8"}, tensors).spec.act.limit == 1200.0
+    with pytest.raises(CheckpointError, match="activation_scale_ub is -1"):
+        one(tmp_path / "c", {"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, tensors)
+
+
+@pytest.mark.parametrize("config", [{}, {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"}])
+def test_mxfp8(config, tmp_path):
+    weight, scale = finite_fp8(N, 96), random_bytes(N, 3, below=255)
+    layer = one(tmp_path, {"quant_method": "mxfp8", **config}, {"weight": weight, "weight_scale_inv": scale})
+    assert layer.spec.scheme == "float8_e4m3fn g32 a:float8_e4m3fn-dynamic-group32-e8m0"
+    codes = bits_of(weight, e4m3)
+    assert torch.equal(layer.weight().dequantize(), product(codes, lambda n, k: e8m0(int(scale[n, k // 32]))))
+
+
+@pytest.mark.parametrize(("scheme", "static"), [("TENSOR", True), ("NO_SCALES", False)])
+def test_mistrals_own_names(scheme, static, tmp_path):
+    tensors = {"weight": finite_fp8(N, K), "qscale_weight": torch.tensor(0.25)}
+    tensors |= {"qscale_act": torch.tensor(0.5)} if static else {}
+    layer = one(tmp_path, {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": scheme}}, tensors, side="params.json")
+    assert str(layer.spec.act) == ("float8_e4m3fn-static-tensor" if static else "float8_e4m3fn-dynamic-token")
+    assert torch.equal(layer.weight().dequantize(), tensors["weight"].float() * 0.25)
+
+
+def test_params_json_of_a_plain_model_is_no_quantization(tmp_path):
+    assert write(tmp_path, {"dim": 64}, {"m": {"weight": torch.ones(2, 2)}}, side="params.json").layers() == []
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 1)])
+def test_auto_rounds_weight_only_export_names_no_packing(shape, tmp_path):
+    config = {"quant_method": "auto-round", "data_type": "fp8", "bits": 8, "group_size": -1, "act_bits": 16, "sym": True,
+              "fmt": "e4m3", "activation_scheme": "dynamic"}  # fmt: skip
+    tensors = {"weight": finite_fp8(N, K), "weight_scale": block_scales(torch.bfloat16, bn=1, bk=K).reshape(shape)}
+    layer = one(tmp_path, config, tensors)
+    assert layer.spec.scheme == "float8_e4m3fn channel"
+
+
+def test_auto_rounds_groups_are_flattened(tmp_path):
+    config = {"quant_method": "auto-round", "data_type": "fp8", "bits": 8, "group_size": 24, "act_bits": 16}
+    weight, scales = finite_fp8(N, K), block_scales(bn=1, bk=24)
+    layer = one(tmp_path, config, {"weight": weight, "weight_scale": scales.reshape(-1)})
+    s = scales.double()
+    assert torch.equal(layer.weight().dequantize(), product(bits_of(weight, e4m3), lambda n, k: float(s[n, k // 24])))

@@ -7,13 +7,15 @@ from pathlib import Path
 
 from bitline.errors import CheckpointError
 from bitline.formats._layer import Layer
+from bitline.formats._names import tail
 from bitline.formats._patterns import Effort, Pattern, PatternError
 
 
 class Hints:
     """The modules that a config says were left alone. What the list says and the tensors do not is an oddity.
 
-    Entries name a module, or one that holds it; `*` and `?` are wildcards, "re:" begins an expression.
+    Entries are whole parts of a module's name ("lm_head", "mlp.gate", "model.layers.0"); `*` and `?` are wildcards for a
+    whole name, "re:" begins an expression that a name starts with.
     """
 
     def __init__(self, entries: Iterable[str], file: Path) -> None:
@@ -27,20 +29,21 @@ class Hints:
                 elif "*" in entry or "?" in entry:
                     self._patterns.append(Pattern(_glob(entry), effort))
                 else:
-                    self._names.add(entry)
+                    self._names.add(tail(entry))
             except PatternError as error:
                 raise CheckpointError(
                     "an entry of the list of modules left alone is no regular expression", file=file, field="ignore",
                     found=f"{entry!r}: {error}",
                 ) from error  # fmt: skip
+        self._sizes = {name.count(".") + 1 for name in self._names}
 
     def note(self, module: Layer) -> None:
         """Add an oddity where the list names a module whose tensors are quantized."""
         if not self._names and not self._patterns:
             return
         parts = module.base.split(".")
-        named = any(".".join(parts[: i + 1]) in self._names for i in range(len(parts)))
-        if named or any(p.match(module.base) for p in self._patterns):
+        runs = {".".join(parts[i : i + size]) for size in self._sizes for i in range(len(parts) - size + 1)}
+        if runs & self._names or any(p.match(module.base) for p in self._patterns):
             module.oddities.append("the config says that this layer is not quantized, yet its tensors are")
 
 

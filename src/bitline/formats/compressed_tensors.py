@@ -16,6 +16,7 @@ from bitline.errors import CheckpointError
 from bitline.formats import ct_auto_round, ct_config
 from bitline.formats._layer import FLOATS as _SCALES
 from bitline.formats._layer import Layer
+from bitline.formats._stacks import unstacked
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.config import find_quantization, quantization_config
 from bitline.formats.ct_codes import Packed, column_order, narrow_integers, zero_points
@@ -55,6 +56,7 @@ class CompressedTensorsReader:
             schemes = ct_auto_round.AutoRoundSchemes(config, file)
         else:
             schemes = ct_config.parse(config, file)
+        source = unstacked(source, (torch.int32, torch.uint8, torch.int8, *_FP8))
         for module in _modules(source):
             yield _record(source, schemes, module)
 
@@ -183,7 +185,7 @@ def _pack_quantized(m: _Module) -> _Plan:
     rows, columns = m.matrix("weight_packed", (torch.int32,))
     width, symmetric = _integers(m, 2)
     shape = m.need("weight_shape", (torch.int64, torch.int32))
-    sizes = m.read("weight_shape").flatten().tolist() if shape.nbytes <= 64 else []
+    sizes = m.read("weight_shape").flatten().tolist()[-2:] if shape.nbytes <= 64 else []  # [E, N, K] of stacked experts
     if len(sizes) != 2 or sizes[0] != rows or not 1 <= sizes[1] <= columns * 32:
         raise m.error(shape, "weight_shape does not fit weight_packed", sizes, f"[{rows}, K] for {rows} x {columns} words")
     n, k = rows, int(sizes[1])

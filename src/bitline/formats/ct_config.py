@@ -13,6 +13,7 @@ import msgspec
 from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats._json import invalid_config
+from bitline.formats._names import ByName
 from bitline.formats._patterns import Effort, Pattern, PatternError
 from bitline.types import ActSpec, ScalarType
 
@@ -135,20 +136,21 @@ class Rules:
 
     def __init__(self, rules: list[Rule]) -> None:
         self._patterns = [rule for rule in rules if rule.pattern is not None]
-        self._names: dict[str, Rule] = {}
+        names: dict[str, Rule] = {}
         # Class names are not in a checkpoint: a subclass (ColumnParallelLinear, …) is known by how its name ends.
         self._classes: dict[str, Rule] = {}
         for rule in rules:
             if rule.pattern is None:
-                self._names.setdefault(rule.target, rule)
+                names.setdefault(rule.target, rule)
                 for kind in ("Linear", "Embedding"):
                     if rule.target.endswith(kind):
                         self._classes.setdefault(kind, rule)
+        self._names = ByName(names)
 
     def find(self, module: str) -> Rule | None:
-        """The rule whose target fits best: the name before a pattern, a pattern before a class, then file order."""
-        if module in self._names:
-            return self._names[module]
+        """The rule whose target fits best: a name before a pattern, a pattern before a class, then file order."""
+        if (named := self._names.find(module)) is not None:
+            return named
         for rule in self._patterns:
             if rule.pattern is not None and rule.pattern.match(module):
                 return rule

@@ -16,6 +16,7 @@ from bitline.errors import CheckpointError
 from bitline.formats import modelopt_config
 from bitline.formats._hints import Hints
 from bitline.formats._layer import E8M0, FLOATS, NUMBER, Layer
+from bitline.formats._stacks import unstacked
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.config import quantization_config
 from bitline.formats.modelopt_config import Algorithm
@@ -42,6 +43,7 @@ class ModelOptReader:
         """Every module whose `weight` is FP8, uint8 or int8 and has a `weight_scale`. No tensor data is read."""
         algorithms = modelopt_config.Algorithms(source)
         hints = Hints(algorithms.left_alone, algorithms.file)
+        source = unstacked(source, _CODES)
         for name, info in source.tensors.items():
             base, dot, suffix = name.rpartition(".")
             weight = source.tensors.get(f"{base}.weight")

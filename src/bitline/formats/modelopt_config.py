@@ -13,6 +13,7 @@ from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats._json import invalid_config, read_config
 from bitline.formats._layer import Layer
+from bitline.formats._names import ByName
 from bitline.formats.base import TensorSource
 from bitline.formats.config import find_quantization
 from bitline.types import ActSpec
@@ -23,7 +24,8 @@ _MIXED = "MIXED_PRECISION"
 # Algorithm to (how the weight is stored, how the input is quantized).
 _KNOWN: dict[str, tuple[str, str]] = {
     "FP8": ("fp8", "fp8"), "FP8_PER_CHANNEL_PER_TOKEN": ("fp8", "fp8 token"), "FP8_PB_WO": ("fp8", ""),
-    "FP8_BLOCK_SCALES": ("fp8", ""), "NVFP4": ("nvfp4", "nvfp4"), "NVFP4_AWQ": ("nvfp4", "nvfp4"),
+    "FP8_PB_REAL": ("fp8", ""), "FP8_BLOCK_SCALES": ("fp8", ""),
+    "NVFP4": ("nvfp4", "nvfp4"), "NVFP4_AWQ": ("nvfp4", "nvfp4"),
     "W4A16_NVFP4": ("nvfp4", ""), "W4A8_NVFP4_FP8": ("nvfp4", "fp8"), "MXFP4": ("mxfp4", ""),
     "W4A8_MXFP4_FP8": ("mxfp4", "fp8 maybe"), "MXFP8": ("mxfp8", "mxfp8"), "W4A16_AWQ": ("int4", ""),
     "W4A8_AWQ": ("int4", "fp8"), "W8A16": ("int8", ""), "W8A8_SQ_PER_CHANNEL": ("int8", "int8"),
@@ -100,14 +102,14 @@ class Algorithms:
             raise self._error(
                 "quantized_layers", "mixed precision without the algorithms of its layers", "no quantized_layers", "an object"
             )
-        self._layers = {module: self._algorithm(layer.quant_algo, layer.group_size) for module, layer in layers.items()}
+        self._layers = ByName({m: self._algorithm(layer.quant_algo, layer.group_size) for m, layer in layers.items()})
 
     def of(self, module: Layer, kind: str) -> Algorithm:
         """The algorithm of a module whose weight is stored as `kind`; an error where the config says something else.
 
         A module that quantized_layers does not name has the only algorithm in it that stores weights so.
         """
-        found = self._layers.get(module.base) or self._overall
+        found = self._find(module.base) or self._overall
         if found is None:
             fitting = {a for a in self._layers.values() if a.kind == kind}
             found = fitting.pop() if len(fitting) == 1 else None
@@ -119,6 +121,14 @@ class Algorithms:
                 f"{'another algorithm' if found is None else found.name}, as {self.file.name} says",
             )  # fmt: skip
         return found
+
+    def _find(self, name: str) -> Algorithm | None:
+        """What quantized_layers says of a module, or of one that holds it: experts are often named together."""
+        while name:
+            if (found := self._layers.find(name)) is not None:
+                return found
+            name = name.rpartition(".")[0]
+        return None
 
     def _side(self, source: TensorSource) -> Mapping[str, Any]:
         file = self.file.with_name(_SIDE)
