@@ -1,0 +1,54 @@
+"""How each kernel is proven on each platform: (platform, how, test). docs/kernels.md is made of this and of the kernels."""
+
+CI = "runs in CI"
+INTERPRETED = "interpreted in CI"
+COMPILED = "compiled in CI"
+H200 = "run on an H200"
+PACKAGE = "runs in CI with its package"
+
+_COMPILE = "tests/kernels/test_triton_compile.py::test_compiles"
+_W4 = "tests/kernels/test_triton_w4a16.py::test_conformance"
+_GPU = "tests/gpu/test_kernels_gpu.py::"
+_TORCH_CPU = "tests/kernels/test_torch_cpu.py::test_through_a_layer"
+_EMULATION = "tests/kernels/test_emulation.py::test_a_family_is_emulated_exactly"
+_FP8 = _GPU + "test_fp8_conformance"
+_SCALED = "tests/kernels/test_triton_scaled_mm.py::"
+_ZEN = "tests/providers/inside_zentorch.py::"
+
+PROOFS: dict[str, list[tuple[str, str, str]]] = {
+    "ReferenceLinearKernel": [
+        ("cpu", CI, "tests/test_testing.py::test_the_reference_conforms"),
+        ("cuda", H200, "tests/test_testing.py::test_the_reference_conforms_on_a_gpu"),
+    ],
+    "BatchInvariantLinearKernel": [("cpu", CI, "tests/kernels/test_emulation.py::test_a_row_is_the_same_whatever_comes_with_it")],
+    "EmulationNvFp4LinearKernel": [("cpu", CI, _EMULATION)],
+    "EmulationMxFp4LinearKernel": [("cpu", CI, _EMULATION)],
+    "EmulationMxfp6LinearKernel": [("cpu", CI, _EMULATION)],
+    "EmulationMxfp8LinearKernel": [("cpu", CI, _EMULATION)],
+    "CPUWNA16LinearKernel": [("cpu", CI, "tests/kernels/test_native_cpu.py::test_conformance")],
+    "TorchInt4PackLinearKernel": [("cpu", CI, _TORCH_CPU)],
+    "TorchInt8PackLinearKernel": [("cpu", CI, _TORCH_CPU)],
+    "TorchInt8ScaledMMLinearKernel": [("cpu", CI, _TORCH_CPU), ("cuda", H200, _GPU + "test_int8_conformance")],
+    "ZentorchWNA16LinearKernel": [("cpu", PACKAGE, _ZEN + "test_w4a16_conforms")],
+    "ZentorchInt8ScaledMMLinearKernel": [("cpu", PACKAGE, _ZEN + "test_w8a8_computes_by_its_own_definition")],
+    "TritonW4A16LinearKernel": [
+        ("cpu", INTERPRETED, _W4), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
+        ("cuda", H200, _GPU + "test_triton_conformance"),
+    ],
+    "TritonInt8ScaledMMLinearKernel": [
+        ("cpu", INTERPRETED, _SCALED + "test_int8"), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
+        ("cuda", H200, _GPU + "test_int8_conformance"),
+    ],
+    "TritonFp8BlockScaledMMKernel": [
+        ("cpu", INTERPRETED, _SCALED + "test_fp8_blocks"), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
+        ("cuda", H200, _GPU + "test_block_conformance"),
+    ],
+    "GluonHopperLinearKernel": [("cuda", COMPILED, "tests/kernels/test_hopper_compile.py::test_compiles")],
+    "PerTensorTorchFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
+    "RowWiseTorchFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
+    "ChannelWiseTorchFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
+    "BlockWiseTorchFP8ScaledMMLinearKernel": [("cuda", H200, _GPU + "test_block_conformance")],
+    "CutlassInt8ScaledMMLinearKernel": [("cuda", H200, _GPU + "test_int8_conformance")],
+    "CutlassFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
+    "CutlassFp8BlockScaledMMKernel": [("cuda", H200, _GPU + "test_block_conformance")],
+}  # fmt: skip
