@@ -34,7 +34,11 @@ SPECS = {
     "FP8": E4M3,
     "FP8 fp16": E4M3.replace(act_dtype=torch.float16),
 }
-ROWS = {"g128": (1, 16, 17, 64, 256, 1024), "wide g128": (1, 16, 32, 64, 128, 256, 4096), "deep g128": (1, 16, 64, 256)}
+ROWS = {
+    "g128": (1, 16, 17, 64, 256, 1024),
+    "wide g128": (1, 16, 32, 64, 96, 128, 160, 192, 256, 300, 4096),
+    "deep g128": (1, 16, 64, 256),
+}
 TOOLS = Path(triton.__path__[0]) / "backends/nvidia/bin"
 
 
@@ -76,7 +80,8 @@ def wide(spec, m):
         return f"tensordesc<{dtype}[{height}, {width}],{shared!r}>"
 
     pointers = {
-        "xd": box(act, tile.bm, 64, 128, 16), "wd": box("i32", rows, words, 0, 32),
+        "xd": box(act, tile.bm, 64, 128, 16), "xe": box(act, tile.bm2, 64, 128, 16) if tile.bm2 else "*i32",
+        "oe": box(act, tile.bm2, 64, 128, 16) if tile.bm2 else "*i32", "wd": box("i32", rows, words, 0, 32),
         "sd": box("fp32" if scheme.wide else "i32", rows, entries, 0, 32),
         "zd": box("i16", rows, zeros, 0, 16) if scheme.zero else "*i32", "od": box(act, tile.bm, 64, 128, 16),
         "ws": "*fp32", "flags": "*i32", "bias_ptr": "*" + act, "alpha_ptr": "*fp32",

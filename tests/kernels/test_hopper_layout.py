@@ -9,6 +9,7 @@ from bitline import bits, types
 from bitline.kernels.hopper import layout
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
+from bitline.kernels.hopper.tiles import shares, wide_tile
 from bitline.testing.generators import random_weight
 from bitline.types import LinearSpec
 
@@ -175,3 +176,40 @@ def test_codes_of_padding_do_not_depend_on_noise():
     weight = random_weight(BASE.replace(k=33, block=(1, 33)), 1)
     clean = bits.pack(weight.unpacked(), 4)
     assert torch.equal(layout.pack_words(weight.codes, 4, 33, 0), layout.pack_words(clean, 4, 33, 0))
+
+
+def pieces(p, programs, whole, rest, stages):
+    """`wide_device.segment` of one program: (tile, first stage, last stage + 1) in its order of work."""
+    u0, u1 = p * rest // programs, (p + 1) * rest // programs
+    found = [(p + s * programs, 0, stages) for s in range(whole)]
+    for j in range((u1 - 1) // stages - u0 // stages + 1 if u1 > u0 else 0):
+        tile = u0 // stages + j
+        found.append((whole * programs + tile, u0 - tile * stages if j == 0 else 0, min(stages, u1 - tile * stages)))
+    return found
+
+
+@pytest.mark.parametrize("total", [1, 2, 7, 64, 133, 224, 642])
+@pytest.mark.parametrize("stages", [1, 2, 9, 34, 68])
+@pytest.mark.parametrize("programs", [1, 7, 107, 128, 132])
+def test_every_stage_of_every_tile_has_one_program_and_the_parts_are_awaited(total, stages, programs):
+    programs, whole, rest = shares(total, stages, programs)
+    done = torch.zeros(total, stages, dtype=torch.int64)
+    parts = torch.zeros(total, dtype=torch.int64)
+    awaited = torch.zeros(total, dtype=torch.int64)
+    for p in range(programs):
+        work = pieces(p, programs, whole, rest, stages)
+        assert work, "a program without work would wait for data that nobody brings"
+        for tile, k0, k1 in work:
+            assert 0 <= k0 < k1 <= stages
+            done[tile, k0:k1] += 1
+            parts[tile] += k0 > 0
+            if k0 == 0 and k1 < stages:
+                awaited[tile] = ((tile - whole * programs + 1) * stages * programs + rest - 1) // rest - 1 - p
+    assert (done == 1).all() and torch.equal(parts, awaited)
+
+
+def test_every_number_of_rows_has_a_tile():
+    for m in (17, 33, 96, 97, 300, 1000, 2049, 50000):
+        for n, k in ((16, 64), (1024, 4096), (13653, 4304), (151936, 4096)):
+            tile = wide_tile(m, n, k, 132)
+            assert 1 <= tile.p <= 132 and tile.bm + tile.bm2 < max(4 * m, 320)

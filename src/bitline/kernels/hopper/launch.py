@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitline.kernels.hopper import layout, ptx
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
-from bitline.kernels.hopper.tiles import Decode, Wide, decode_tile, wide_tile
+from bitline.kernels.hopper.tiles import Decode, Wide, decode_tile, shares, wide_tile
 from bitline.types import LinearSpec
 
 DECODE_ROWS = 16
@@ -60,6 +60,7 @@ class Geometry(NamedTuple):
     gn: int
     pdl: bool
     sb: bool
+    bm2: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -197,14 +198,12 @@ class _WidePlan:
         self.spec, self.scheme, self.tile = spec, scheme, t
         nt = t.nb * t.mr
         stages = -(-layout.padded(spec.n, spec.k)[1] // (64 * t.h))
-        tm, tn = -(-m // t.bm), -(-spec.n // (64 * nt))
-        total = tm * tn
-        self.programs = p = min(t.p, total * stages)
-        whole = total // p
-        rest = (total - whole * p) * stages
+        tm, tn = -(-m // (t.bm + t.bm2)), -(-spec.n // (64 * nt))
+        self.programs, whole, rest = shares(tm * tn, stages, t.p)
+        p = self.programs
         self.numbers = (spec.n, stages, tm, tn, p, whole, rest)
-        self.scratch = p * nt * 64 * t.bm if rest else 0
-        self.constants = (code_of(scheme, bias), Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.sb))
+        self.scratch = p * nt * 64 * (t.bm + t.bm2) if rest else 0
+        self.constants = (code_of(scheme, bias), Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.sb, t.bm2))
         self.options = {"num_warps": 4, "launch_pdl": t.pdl}
         self.boxes = (nt * 4, 128 * scheme.width // 4, (16 if scheme.wide else 8) * scheme.fine, 8 * scheme.fine)
         self.columns = -(-spec.n // 8) * 8
@@ -228,10 +227,12 @@ class _WidePlan:
                 self._compile(key, x, packed, bias, y, parts, flags)
                 return y if n == self.spec.n else y[:, : self.spec.n].contiguous()
             self.binary = binary
-        weights = _weight_maps(words, scale, zero, self.scheme, binary.maps)
+        maps, two = binary.maps, self.tile.bm2 > 0
+        weights = _weight_maps(words, scale, zero, self.scheme, maps[1 + two :])
         binary.launch(
             self.programs, 1, 1, _raw_stream(index), *binary.head, *binary.middle,
-            *_map(x.data_ptr(), m, k, *binary.maps[0]), *weights, *_map(y.data_ptr(), m, n, *binary.maps[-1]),
+            *_map(x.data_ptr(), m, k, *maps[0]), *(_map(x.data_ptr(), m, k, *maps[1]) if two else (words,)), *weights,
+            *_map(y.data_ptr(), m, n, *maps[-1 - two]), *(_map(y.data_ptr(), m, n, *maps[-1]) if two else (words,)),
             parts, flags, x if bias is None else bias, alpha, *self.numbers, *self.constants,
         )  # fmt: skip
         return y if n == self.spec.n else y[:, : self.spec.n].contiguous()
@@ -239,16 +240,19 @@ class _WidePlan:
     def _compile(
         self, key: Any, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, parts: Tensor, flags: Tensor
     ) -> None:
-        g, s, (rows, words, entries, zeros), bm = _triton(), self.scheme, self.boxes, self.tile.bm
+        g, s, (rows, words, entries, zeros) = _triton(), self.scheme, self.boxes
+        bm, bm2 = self.tile.bm, self.tile.bm2
         tiles = packed[0].shape[0]
         scale = packed[1] if s.wide else packed[1].view(torch.int32)
         zero = packed[2].view(torch.int16) if s.zero else packed[0]
         typed = (
             g.Descriptor.from_tensor(x, [bm, 64], g.swizzled),
+            g.Descriptor.from_tensor(x, [bm2, 64], g.swizzled) if bm2 else packed[0],
             g.Descriptor.from_tensor(packed[0].view(tiles, -1), [rows, words], g.plain32),
             g.Descriptor.from_tensor(scale.view(tiles, -1), [rows, entries], g.plain32),
             g.Descriptor.from_tensor(zero.view(tiles, -1), [rows, zeros], g.plain16) if s.zero else packed[0],
             g.Descriptor.from_tensor(y, [bm, 64], g.swizzled),
+            g.Descriptor.from_tensor(y, [bm2, 64], g.swizzled) if bm2 else packed[0],
             _Typed(parts, "fp32"), _Typed(flags, "i32"), x if bias is None else bias, packed[3], *self.numbers,
         )  # fmt: skip
         _binaries[key] = _compile(g.wide, self.programs, typed, self.constants, self.options)
@@ -272,11 +276,11 @@ def _weight_maps(words: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme, met
     width = words.shape[1] * words.shape[2] * 128
     entries = scale.shape[1] * (16 if scheme.wide else 8)
     found = (
-        *_map(words.data_ptr(), tiles, width, *metas[1]),
-        *_map(scale.data_ptr(), tiles, entries, *metas[2]),
+        *_map(words.data_ptr(), tiles, width, *metas[0]),
+        *_map(scale.data_ptr(), tiles, entries, *metas[1]),
     )
     if scheme.zero:
-        return (*found, *_map(zero.data_ptr(), tiles, zero.shape[1] * 8, *metas[3]))
+        return (*found, *_map(zero.data_ptr(), tiles, zero.shape[1] * 8, *metas[2]))
     return (*found, words)
 
 

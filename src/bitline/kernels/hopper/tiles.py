@@ -22,7 +22,7 @@ class Wide(NamedTuple):
     """bm: rows of x. h: blocks of 64 columns in a stage. mr: blocks of 64 rows of W for a warpgroup. p: programs.
 
     gn: tiles along N that are worked on together, for the cache. pdl: start before the kernel before has ended. sb: a wait
-    more, which keeps the compiler's order. nb: warpgroups.
+    more, which keeps the compiler's order. nb: warpgroups. bm2: further rows of x, as a second product; 0 for none.
     """
 
     bm: int
@@ -34,6 +34,7 @@ class Wide(NamedTuple):
     pdl: bool
     sb: bool
     nb: int = 2
+    bm2: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,17 +67,33 @@ class _Cost(NamedTuple):
     part: float
 
 
-# Least squares over 482 timings of twelve layers at 32 to 1024 rows; within 3 to 7 % of them in the median, and the
-# cheapest by this model is on average 1.6 % slower than the fastest that was timed.
+# Least squares over 1011 timings of twelve layers at 32 to 1024 rows; within 2 to 8 % of them in the median, and the
+# cheapest by this model is on average 1.4 % slower than the fastest that was timed.
 _COSTS = {
-    Wide(32, 2, 3, 1, 0, 8, True, False): _Cost(5.452, 0.247, -0.706, -1.938, 0.139),
-    Wide(32, 2, 4, 2, 0, 8, True, True): _Cost(2.323, 0.419, 0.160, 4.193, 0.200),
-    Wide(64, 2, 3, 1, 0, 8, True, False): _Cost(2.630, 0.280, 1.075, 1.156, 0.322),
-    Wide(64, 2, 4, 2, 0, 8, True, True): _Cost(2.733, 0.514, -1.344, 3.412, 0.973),
-    Wide(128, 2, 4, 1, 0, 8, True, False): _Cost(0.077, 0.420, 0.568, 4.217, 0.521),
-    Wide(256, 1, 4, 1, 0, 8, True, False): _Cost(-2.876, 0.782, 1.215, 10.410, 2.616),
+    Wide(32, 2, 3, 1, 0, 8, True, False): _Cost(3.926, 0.235, -0.066, -0.152, 0.127),
+    Wide(32, 2, 4, 2, 0, 8, True, True): _Cost(3.741, 0.386, 0.477, 2.603, 0.221),
+    Wide(64, 2, 3, 1, 0, 8, True, False): _Cost(2.036, 0.276, 0.133, 1.825, 0.307),
+    Wide(64, 2, 4, 2, 0, 8, True, True): _Cost(2.377, 0.511, -1.053, 3.199, 1.015),
+    Wide(64, 2, 3, 1, 0, 8, True, False, bm2=32): _Cost(-0.043, 0.359, 0.122, 3.617, 0.642),
+    Wide(128, 2, 4, 1, 0, 8, True, False): _Cost(0.121, 0.422, 0.158, 4.790, 0.448),
+    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=32): _Cost(1.378, 0.560, -0.498, 1.854, 1.188),
+    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=64): _Cost(1.245, 0.622, -2.976, 2.928, 1.860),
+    Wide(256, 1, 4, 1, 0, 8, True, False): _Cost(-1.607, 0.770, -1.039, 10.840, 2.346),
     Wide(256, 1, 4, 1, 0, 8, False, False): _Cost(-1.442, 0.838, 0.180, 6.814, 2.722),
+    Wide(256, 1, 3, 1, 0, 8, True, False, bm2=64): _Cost(5.757, 1.028, -4.056, 7.671, 3.104),
 }
+
+
+def shares(total: int, stages: int, programs: int) -> tuple[int, int, int]:
+    """(programs, whole tiles for each, stages of the tiles that are cut) for `total` tiles of `stages`.
+
+    Each program that takes part in cut tiles has a stage of them at least, since the one that adds their parts waits for
+    all between the first and the last: where there are fewer stages than programs, there are fewer programs.
+    """
+    p = min(programs, total * stages)
+    while 0 < (total % p) * stages < p:
+        p -= 1
+    return p, total // p, (total % p) * stages
 
 
 def _programs(total: int, sms: int) -> list[int]:
@@ -88,10 +105,8 @@ def _programs(total: int, sms: int) -> list[int]:
 
 def _cost(tile: Wide, cost: _Cost, m: int, n: int, k: int) -> float:
     stages = math.ceil(k / (64 * tile.h))
-    total = math.ceil(m / tile.bm) * math.ceil(n / (64 * tile.nb * tile.mr))
-    p = min(tile.p, total * stages)
-    whole = total // p
-    rest = (total - whole * p) * stages
+    total = math.ceil(m / (tile.bm + tile.bm2)) * math.ceil(n / (64 * tile.nb * tile.mr))
+    p, whole, rest = shares(total, stages, tile.p)
     blocks = (whole * stages + math.ceil(rest / p)) * tile.h
     return cost.fixed + cost.block * blocks + cost.tile * whole + (cost.cut + cost.part * stages * p / rest if rest else 0.0)
 
@@ -101,7 +116,7 @@ def wide_tile(m: int, n: int, k: int, sms: int) -> Wide:
     """The cheapest tile and number of programs for x [m, k] and W [n, k] on `sms` multiprocessors."""
     best, least = None, math.inf
     for shape, cost in _COSTS.items():
-        total = math.ceil(m / shape.bm) * math.ceil(n / (64 * shape.nb * shape.mr))
+        total = math.ceil(m / (shape.bm + shape.bm2)) * math.ceil(n / (64 * shape.nb * shape.mr))
         if total > 4096 and shape.bm < 128:
             continue  # many rows: small tiles read x too often, which the timings do not cover
         for p in _programs(total, sms):
@@ -110,4 +125,4 @@ def wide_tile(m: int, n: int, k: int, sms: int) -> Wide:
             if value < least:
                 best, least = tile, value
     assert best is not None
-    return best._replace(gn=32) if m >= 512 and n >= 16384 and best.bm == 256 else best
+    return best

@@ -2,9 +2,10 @@
 """Device code for more than 16 rows of x: persistent, warp-specialised, by wgmma with the weights as operand A in registers.
 
 One producer warp brings tiles of x, words and scales by TMA into a ring of stages of h*64 columns; nb warpgroups each own mr
-blocks of 64 rows of W against bm rows of x. The weights of the next 64 columns are decoded and scaled, in the input's dtype,
-while the asynchronous product of the last ones runs; x is operand B, in shared memory. Output leaves through shared memory
-and TMA, which clips it to M and N.
+blocks of 64 rows of W against bm rows of x, or against bm + bm2 as two products, so that there are tiles of 96, 160, 192 and
+320 rows, which shared memory's powers of two do not allow. The weights of the next 64 columns are decoded and scaled, in the
+input's dtype, while the asynchronous product of the last ones runs; x is operand B, in shared memory. Output leaves through
+shared memory and TMA, which clips it to M and N.
 
 P programs take T // P whole tiles each (T tiles in all); the other T % P are cut along K in equal parts. The program that
 holds the start of such a tile adds the parts of the others in their order, so that results are the same in every run.
@@ -53,7 +54,7 @@ def bring_weights(wd, sd, zd, full, wb, sb, zb, st, k, pn, S: gl.constexpr, G: g
     NT: gl.constexpr = G.nb * G.mr
     WORDS: gl.constexpr = 128 * S.planes
     ENTRY: gl.constexpr = 16 if S.wide else 8
-    BYTES: gl.constexpr = G.h * (G.bm * 128 + NT * 16 * (WORDS + ENTRY * S.fine + (4 * S.fine if S.zero else 0)))
+    BYTES: gl.constexpr = G.h * ((G.bm + G.bm2) * 128 + NT * 16 * (WORDS + ENTRY * S.fine + (4 * S.fine if S.zero else 0)))
     mbarrier.expect(full.index(st), BYTES)
     H: gl.constexpr = G.h
     for h in gl.static_range(H):
@@ -69,15 +70,20 @@ def bring_weights(wd, sd, zd, full, wb, sb, zb, st, k, pn, S: gl.constexpr, G: g
 
 
 @gluon.jit
-def bring_x(xd, full, xb, st, k, pm, G: gl.constexpr):
+def bring_x(xd, xe, full, xb, xc, st, k, pm, G: gl.constexpr):
     """Request x for one stage."""
     H: gl.constexpr = G.h
     for h in gl.static_range(H):
-        tma.async_copy_global_to_shared(xd, [pm * G.bm, (k * G.h + h) * 64], full.index(st), xb.index(st * G.h + h))
+        m = pm * (G.bm + G.bm2)
+        tma.async_copy_global_to_shared(xd, [m, (k * G.h + h) * 64], full.index(st), xb.index(st * G.h + h))
+        if G.bm2 > 0:
+            tma.async_copy_global_to_shared(xe, [m + G.bm, (k * G.h + h) * 64], full.index(st), xc.index(st * G.h + h))
 
 
 @gluon.jit
-def producer(xd, wd, sd, zd, xb, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S: gl.constexpr, G: gl.constexpr):
+def producer(
+    xd, xe, wd, sd, zd, xb, xc, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S: gl.constexpr, G: gl.constexpr
+):  # fmt: skip
     """Fill the ring."""
     p = gl.program_id(0)
     u0, u1, parts = share(p, P, R, KS)
@@ -91,7 +97,7 @@ def producer(xd, wd, sd, zd, xb, wb, sb, zb, full, empty, KS, TM, TN, P, whole, 
             bring_weights(wd, sd, zd, full, wb, sb, zb, i, k0 + i, pn, S, G)
         gdc_wait()
         for i in range(0, pre):
-            bring_x(xd, full, xb, i, k0 + i, pm, G)
+            bring_x(xd, xe, full, xb, xc, i, k0 + i, pm, G)
         wrapped = pre == G.stages
         st = gl.where(wrapped, 0, pre)
         ph = gl.where(wrapped, 0, 1)
@@ -102,7 +108,7 @@ def producer(xd, wd, sd, zd, xb, wb, sb, zb, full, empty, KS, TM, TN, P, whole, 
         for k in range(k0, k1):
             mbarrier.wait(empty.index(st), ph)
             bring_weights(wd, sd, zd, full, wb, sb, zb, st, k, pn, S, G)
-            bring_x(xd, full, xb, st, k, pm, G)
+            bring_x(xd, xe, full, xb, xc, st, k, pm, G)
             last = st + 1 == G.stages
             st = gl.where(last, 0, st + 1)
             ph = gl.where(last, ph ^ 1, ph)
@@ -185,27 +191,31 @@ def weights(wb, sb, zb, i, b: gl.constexpr, A: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def finish(
-    r: gl.constexpr, acc, c: gl.constexpr, od, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R,
-    poff, rows, S: gl.constexpr, G: gl.constexpr,
+    acc, b: gl.constexpr, part: gl.constexpr, BM: gl.constexpr, od, o, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, m, p,
+    N, KS, P, whole, R, poff, rows, S: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
-    """Write a tile, or a part of one for the program that holds its start."""
-    b: gl.constexpr = c * G.mr + r
+    """Write block b of a tile, or of a part of one for the program that holds its start.
+
+    part: 0 for the first bm rows of x, 1 for the bm2 others; BM: their number, m: the first of them. o: a buffer [BM, 64].
+    """
     NT: gl.constexpr = G.nb * G.mr
-    SIZE: gl.constexpr = 64 * G.bm
+    FLAGS: gl.constexpr = 2 if G.bm2 > 0 else 1
+    SIZE: gl.constexpr = 64 * (G.bm + G.bm2)
+    ws += part * (64 * G.bm)
     j = tile - whole * P
     if k0 > 0:
         gl.store(ws + (p * NT + b) * SIZE + poff, acc)
         gl.thread_barrier()
-        gl.atomic_add(flags + j * NT + b, 1, sem="release", scope="gpu")
+        gl.atomic_add(flags + (j * NT + b) * FLAGS + part, 1, sem="release", scope="gpu")
     else:
         if k1 < KS:
             others = ((j + 1) * KS * P + R - 1) // R - 1 - p
-            f = gl.atomic_add(flags + j * NT + b, 0, sem="acquire", scope="gpu")
+            f = gl.atomic_add(flags + (j * NT + b) * FLAGS + part, 0, sem="acquire", scope="gpu")
             while f != others:
-                f = gl.atomic_add(flags + j * NT + b, 0, sem="acquire", scope="gpu")
+                f = gl.atomic_add(flags + (j * NT + b) * FLAGS + part, 0, sem="acquire", scope="gpu")
             gl.thread_barrier()
-            gl.atomic_xchg(flags + j * NT + b, 0, sem="relaxed", scope="gpu")
-            if G.bm <= 64:  # independent loads first: three parts are what even splits have
+            gl.atomic_xchg(flags + (j * NT + b) * FLAGS + part, 0, sem="relaxed", scope="gpu")
+            if BM <= 64:  # independent loads first: three parts are what even splits have
                 l0 = gl.load(ws + ((p + 1) * NT + b) * SIZE + poff, cache_modifier=".cg")
                 two = (poff >= 0) & (others > 1)
                 three = (poff >= 0) & (others > 2)
@@ -224,24 +234,26 @@ def finish(
             acc *= gl.load(alpha_ptr)
         if S.bias:
             acc += gl.load(bias_ptr + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
-        o = ob.index(b)
         tma.store_wait(0)
         gl.thread_barrier()
         o.permute([1, 0]).store(acc.to(gl.float16 if S.half else gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(od, [pm * G.bm, n], o)
+        tma.async_copy_shared_to_global(od, [m, n], o)
 
 
 @gluon.jit
 def consumer(
-    c: gl.constexpr, od, xb, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R,
+    c: gl.constexpr, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R,
     S: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its mr blocks of 64 rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, G.bm, 16])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     BM: gl.constexpr = G.bm
+    BM2: gl.constexpr = G.bm2 if G.bm2 > 0 else 32
+    mma2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM2, 16])
+    A2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma2, k_width=2)
     b0: gl.constexpr = c * G.mr
     b1: gl.constexpr = c * G.mr + G.mr - 1
     p = gl.program_id(0)
@@ -250,6 +262,9 @@ def consumer(
     rows = gl.arange(0, 64, gl.SliceLayout(1, mma))
     cols = gl.arange(0, G.bm, gl.SliceLayout(0, mma))
     poff = ((cols // 8) * 512 + cols % 8)[None, :] + (rows * 8)[:, None]
+    rows2 = gl.arange(0, 64, gl.SliceLayout(1, mma2))
+    cols2 = gl.arange(0, BM2, gl.SliceLayout(0, mma2))
+    poff2 = ((cols2 // 8) * 512 + cols2 % 8)[None, :] + (rows2 * 8)[:, None]
     it = 0
     st = 0
     ph = 0
@@ -262,6 +277,8 @@ def consumer(
         acc = gl.zeros([64, BM], gl.float32, mma)
         if G.mr == 2:
             acb = gl.zeros([64, BM], gl.float32, mma)
+        if G.bm2 > 0:
+            acb = gl.zeros([64, BM2], gl.float32, mma2)
         for _k in range(k0, k1):
             last = st + 1 == G.stages
             sn = gl.where(last, 0, st + 1)
@@ -273,6 +290,9 @@ def consumer(
             if G.mr == 2:
                 Y1 = Y
                 tob = warpgroup_mma(Y, xb.index(st * G.h).permute([1, 0]), acb, is_async=True)
+            if G.bm2 > 0:
+                same = gl.convert_layout(X, A2, assert_trivial=True)
+                tob = warpgroup_mma(same, xc.index(st * G.h).permute([1, 0]), acb, is_async=True)
             if G.h == 2:
                 if G.sb:  # passed already: a border, so that ptxas does not move the decoding behind the product
                     mbarrier.wait(full.index(st), now)
@@ -282,6 +302,11 @@ def consumer(
                     acc, acb, _x, _y, X1, Y1 = warpgroup_mma_wait(0, deps=[tok, tob, X, Y, X1, Y1])
                     tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
                     tob = warpgroup_mma(Y1, xb.index(st * 2 + 1).permute([1, 0]), acb, is_async=True)
+                elif G.bm2 > 0:
+                    acc, acb, _x, X1 = warpgroup_mma_wait(0, deps=[tok, tob, X, X1])
+                    tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
+                    same = gl.convert_layout(X1, A2, assert_trivial=True)
+                    tob = warpgroup_mma(same, xc.index(st * 2 + 1).permute([1, 0]), acb, is_async=True)
                 else:
                     acc, _x, X1 = warpgroup_mma_wait(0, deps=[tok, X, X1])
                     tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
@@ -290,29 +315,40 @@ def consumer(
             if G.mr == 2:
                 Y2 = weights(wb, sb, zb, sn * G.h, b1, A, S)
                 acc, acb, _x, _y, X, Y = warpgroup_mma_wait(0, deps=[tok, tob, X1, Y1, X2, Y2])
+            elif G.bm2 > 0:
+                acc, acb, _x, X = warpgroup_mma_wait(0, deps=[tok, tob, X1, X2])
             else:
                 acc, _x, X = warpgroup_mma_wait(0, deps=[tok, X1, X2])
             mbarrier.arrive(empty.index(st), count=1)
             st = sn
         if G.pdl and s == 0:
             gdc_wait()
+        m = pm * (G.bm + G.bm2)
         finish(
-            0, acc, c, od, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R, poff, rows, S, G
+            acc, b0, 0, BM, od, ob.index(b0), ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, m, p, N, KS, P, whole, R, poff,
+            rows, S, G,
         )  # fmt: skip
         if G.mr == 2:
             finish(
-                1, acb, c, od, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R, poff, rows, S, G
+                acb, b1, 0, BM, od, ob.index(b1), ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, m, p, N, KS, P, whole, R,
+                poff, rows, S, G,
+            )  # fmt: skip
+        if G.bm2 > 0:
+            finish(
+                acb, b0, 1, BM2, oe, ob.index(b0).slice(0, BM2, dim=0), ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn,
+                m + G.bm, p, N, KS, P, whole, R, poff2, rows2, S, G,
             )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["N", "KS", "TM", "TN", "P", "whole", "R"])
 def wide(
-    xd, wd, sd, zd, od, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S: gl.constexpr, G: gl.constexpr
+    xd, xe, wd, sd, zd, od, oe, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S: gl.constexpr, G: gl.constexpr
 ):  # fmt: skip
     """y [M, N] = alpha * x [M, K] @ W.T + bias.
 
-    xd, od: x and y, tiles [bm, 64]. wd: words [N/16, K/64 * 128*planes]. sd, zd: scales and zero points [N/16, groups * …].
+    xd, od: x and y, tiles [bm, 64]; xe, oe: the same in tiles [bm2, 64].
+    wd: words [N/16, K/64 * 128*planes]. sd, zd: scales and zero points [N/16, groups * …].
     KS: stages in K. TM, TN: tiles along M and N. P programs, `whole` tiles for each; R: stages of the tiles that are cut.
     """
     NT: gl.constexpr = G.nb * G.mr
@@ -322,6 +358,9 @@ def wide(
     else:
         T: gl.constexpr = gl.bfloat16
     xb = gl.allocate_shared_memory(T, [RING, G.bm, 64], xd.layout)
+    xc = xb
+    if G.bm2 > 0:
+        xc = gl.allocate_shared_memory(T, [RING, G.bm2, 64], xd.layout)
     wb = gl.allocate_shared_memory(gl.int32, [RING, NT * 4, 128 * S.planes], wd.layout)
     if S.wide:
         sb = gl.allocate_shared_memory(gl.float32, [RING, NT * 4, 16 * S.fine], sd.layout)
@@ -342,13 +381,13 @@ def wide(
     # fmt: off
     if G.nb == 1:
         gl.warp_specialize([
-            (consumer, (0, od, xb, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
-            (producer, (xd, wd, sd, zd, xb, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
+            (consumer, (0, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
+            (producer, (xd, xe, wd, sd, zd, xb, xc, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
         ], [1], [40])
     else:
         gl.warp_specialize([
-            (consumer, (0, od, xb, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
-            (consumer, (1, od, xb, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
-            (producer, (xd, wd, sd, zd, xb, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
+            (consumer, (0, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
+            (consumer, (1, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
+            (producer, (xd, xe, wd, sd, zd, xb, xc, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
         ], [4, 1], [232, 40])
     # fmt: on
