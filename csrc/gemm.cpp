@@ -38,8 +38,8 @@ constexpr int64_t kMostRows = 1024;     // rows of one pass
 constexpr int64_t kSerialWords = 1 << 15;  // an input up to this many words is prepared by the calling thread
 
 Mode mode_of(const Meta& w, int dtype, const GemmTable& t) {
-  // int32 sums of 255 * 128 hold 65,000 columns.
-  if (w.act == kInt8 && w.integer && (w.width == 4 || w.width == 8) && w.kp <= 65000 && t.has(kI8Mode)) return kI8Mode;
+  // int32 sums of 255 * 128 hold 65,000 columns of a group.
+  if (w.act == kInt8 && w.integer && (w.width == 4 || w.width == 8) && w.run <= 65000 && t.has(kI8Mode)) return kI8Mode;
   if ((dtype == kXB16 || (w.act != kPlain && !w.rounded)) && t.has(kBF16Mode)) return kBF16Mode;
   return kF32Mode;
 }

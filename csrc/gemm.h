@@ -7,6 +7,7 @@ namespace bitline {
 
 constexpr int kRows = 32;   // output rows of a block: two vectors of 16
 constexpr int kTile = 12;   // input rows of a register tile
+constexpr int kGroups = 16; // groups whose float32 sums are added one after another; such sums are then added: less rounding
 constexpr int64_t kMagic = 0x31304d4d45474c42;  // the layout's version
 
 // How a stream of scales or offsets is stored. U8, I8 and E4M3 are multiplied by a coarser float32 stream; kZero is a

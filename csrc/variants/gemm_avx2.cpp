@@ -93,10 +93,10 @@ void finish(const Call& c, int64_t row, int64_t block, const float* sums) {
   }
 }
 
-// All of K for MR rows of a tile of `stride` rows: the same sums in the same order for any MR.
+// All of K for MR rows of a tile of `stride` rows.
 template <int BITS, bool INTEGER, int MR>
 void rows_of_block(const Call& c, int64_t block, int64_t row, int64_t stride, const uint32_t* words, const float* sums) {
-  constexpr int step = step_of(BITS);
+  constexpr int step = step_of(BITS), CHAINS = MR == 1 ? 4 : MR == 2 ? 2 : 1;
   const Meta& w = *c.w;
   const Values<BITS, INTEGER> values(c);
   const float* x = reinterpret_cast<const float*>(words);
@@ -104,12 +104,16 @@ void rows_of_block(const Call& c, int64_t block, int64_t row, int64_t stride, co
   const int64_t group_bytes = w.run * BITS * kRows / 8;
   float out[MR][kRows];
   for (int half = 0; half < 2; ++half) {  // 16 rows: two vectors, so that sums stay in registers
-    __m256 total[MR][2];
-    UNROLL for (int m = 0; m < MR; ++m) total[m][0] = total[m][1] = _mm256_setzero_ps();
+    __m256 total[MR][2], all[MR][2];
+    UNROLL for (int m = 0; m < MR; ++m) total[m][0] = total[m][1] = all[m][0] = all[m][1] = _mm256_setzero_ps();
     const uint8_t* p = c.base + w.codes + block * block_bytes(w);
     for (int64_t g = 0; g < w.groups; ++g, p += group_bytes) {
-      __m256 acc[MR][2];
-      UNROLL for (int m = 0; m < MR; ++m) acc[m][0] = acc[m][1] = _mm256_setzero_ps();
+      if (g % kGroups == 0)
+        UNROLL for (int m = 0; m < MR; ++m) UNROLL for (int i = 0; i < 2; ++i)
+          all[m][i] = _mm256_add_ps(all[m][i], total[m][i]), total[m][i] = _mm256_setzero_ps();
+      __m256 acc[MR][2][CHAINS];
+      UNROLL for (int m = 0; m < MR; ++m) UNROLL for (int j = 0; j < CHAINS; ++j)
+        acc[m][0][j] = acc[m][1][j] = _mm256_setzero_ps();
       const uint8_t* q = p;
       for (int64_t k = 0; k < w.run; k += step, q += step * BITS * kRows / 8) {
         const float* at = x + (g * w.run + k) * stride;
@@ -117,8 +121,8 @@ void rows_of_block(const Call& c, int64_t block, int64_t row, int64_t stride, co
           const __m256 v0 = values.of(index<BITS>(q, 16 * half, j)), v1 = values.of(index<BITS>(q, 16 * half + 8, j));
           UNROLL for (int m = 0; m < MR; ++m) {
             const __m256 b = _mm256_broadcast_ss(at + j * stride + m);
-            acc[m][0] = _mm256_fmadd_ps(v0, b, acc[m][0]);
-            acc[m][1] = _mm256_fmadd_ps(v1, b, acc[m][1]);
+            acc[m][0][j % CHAINS] = _mm256_fmadd_ps(v0, b, acc[m][0][j % CHAINS]);
+            acc[m][1][j % CHAINS] = _mm256_fmadd_ps(v1, b, acc[m][1][j % CHAINS]);
           }
         }
       }
@@ -126,7 +130,11 @@ void rows_of_block(const Call& c, int64_t block, int64_t row, int64_t stride, co
         const int64_t cell = (block * w.groups + g) * kRows + 16 * half + 8 * i;
         const int64_t coarse = (block * cells + g / w.coarse_ratio) * kRows + 16 * half + 8 * i;
         const __m256 s = stream(c.base + w.scales, w.scale_type, cell, reinterpret_cast<const float*>(c.base + w.coarse_scales) + coarse);
-        UNROLL for (int m = 0; m < MR; ++m) total[m][i] = _mm256_fmadd_ps(s, acc[m][i], total[m][i]);
+        UNROLL for (int m = 0; m < MR; ++m) {
+          UNROLL for (int half_of = CHAINS / 2; half_of > 0; half_of /= 2)
+            UNROLL for (int j = 0; j < half_of; ++j) acc[m][i][j] = _mm256_add_ps(acc[m][i][j], acc[m][i][j + half_of]);
+          total[m][i] = _mm256_fmadd_ps(s, acc[m][i][0], total[m][i]);
+        }
         if (w.offset_type != kNone) {
           __m256 o = stream(c.base + w.offsets, w.offset_type, cell, reinterpret_cast<const float*>(c.base + w.coarse_offsets) + coarse);
           if (w.offset_type == kZero) o = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(s, o));
@@ -136,7 +144,7 @@ void rows_of_block(const Call& c, int64_t block, int64_t row, int64_t stride, co
       }
     }
     UNROLL for (int m = 0; m < MR; ++m) UNROLL for (int i = 0; i < 2; ++i)
-      _mm256_storeu_ps(out[m] + 16 * half + 8 * i, total[m][i]);
+      _mm256_storeu_ps(out[m] + 16 * half + 8 * i, _mm256_add_ps(all[m][i], total[m][i]));
   }
   for (int m = 0; m < MR; ++m) finish(c, row + m, block, out[m]);
 }

@@ -55,10 +55,13 @@ template <class Mo, int BITS, int MR, bool OFFSET> void narrow_tile(const Call& 
   const float* sums = c.sums + row * w.groups;
   const int32_t* starts = c.starts + row * w.groups;
   const typename Mo::template Tab<BITS> table(c.base, w);
-  __m512 total[MR][2];
-  UNROLL for (int m = 0; m < MR; m++) total[m][0] = total[m][1] = _mm512_setzero_ps();
+  __m512 total[MR][2], all[MR][2];
+  UNROLL for (int m = 0; m < MR; m++) total[m][0] = total[m][1] = all[m][0] = all[m][1] = _mm512_setzero_ps();
   const int64_t steps = w.run / step;
   for (int64_t g = 0; g < w.groups; g++) {
+    if (g % kGroups == 0 && g > 0)
+      UNROLL for (int m = 0; m < MR; m++) UNROLL for (int i = 0; i < 2; i++)
+        all[m][i] = _mm512_add_ps(all[m][i], total[m][i]), total[m][i] = _mm512_setzero_ps();
     typename Mo::Acc acc[MR][2][CHAINS];
     UNROLL for (int m = 0; m < MR; m++) UNROLL for (int i = 0; i < CHAINS; i++)
       acc[m][0][i] = acc[m][1][i] = i == 0 ? Mo::start(starts, g * MR + m) : typename Mo::Acc{};
@@ -89,7 +92,8 @@ template <class Mo, int BITS, int MR, bool OFFSET> void narrow_tile(const Call& 
       }
     }
   }
-  UNROLL for (int m = 0; m < MR; m++) finish(c, row + m, block, total[m][0], total[m][1]);
+  UNROLL for (int m = 0; m < MR; m++)
+    finish(c, row + m, block, _mm512_add_ps(all[m][0], total[m][0]), _mm512_add_ps(all[m][1], total[m][1]));
 }
 
 template <class Mo, int BITS, bool OFFSET> void narrow(const Call& c, int64_t block) {

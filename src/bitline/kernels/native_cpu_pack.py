@@ -20,6 +20,7 @@ from bitline.weight import QuantizedWeight
 
 ROWS = 32  # of a block
 STEP = {2: 16, 3: 32, 4: 8, 5: 32, 6: 16, 8: 4}  # columns that one group of code vectors holds
+LONGEST = 512  # columns summed one after another; a longer group is cut into equal ones of the same scale
 CHUNK = 32  # packed columns that share a scale where groups are ragged
 MAGIC = 0x31304D4D45474C42
 HEADER = 256
@@ -80,20 +81,21 @@ class Layout:
         return found, at
 
 
-def regular(spec: LinearSpec) -> bool:
-    """True where groups are a fixed number of packed columns each; a ragged weight is cut into chunks."""
-    return not spec.ragged
+def _cuts(spec: LinearSpec) -> int:
+    """Equal parts that each group is cut into."""
+    return 1 if spec.ragged else -(-min(spec.block[1], spec.k) // LONGEST)
 
 
 def layout(spec: LinearSpec, groups: int | None = None) -> Layout:
     """The layout of a spec. groups: how many chunks a ragged weight has, by default an estimate."""
-    columns = CHUNK if spec.ragged else min(spec.block[1], spec.k)
+    cuts = _cuts(spec)
+    columns = CHUNK if spec.ragged else -(-min(spec.block[1], spec.k) // cuts)
     exact = {1: 2, 7: 8}.get(spec.weight.bits, spec.weight.bits)
     width = min((w for w in STEP if w >= exact), key=lambda w: (-(-columns // STEP[w]) * STEP[w] * w, w))
     run = -(-columns // STEP[width]) * STEP[width]
-    count = spec.grid[1] if not spec.ragged else groups or spec.k // CHUNK + spec.grid[1]
+    count = spec.grid[1] * cuts if not spec.ragged else groups or spec.k // CHUNK + spec.grid[1]
     # Columns lie where they were unless groups need padding between them; padding after the last needs no map.
-    whole = not spec.ragged and (count == 1 or (run == columns and spec.block_offset[1] == 0))
+    whole = not spec.ragged and (spec.grid[1] == 1 or (run * cuts == spec.block[1] and spec.block_offset[1] == 0))
     ratio = _ratio(spec)
     fine = ratio > 0
     scale = _FINE.get(spec.scale_dtype, F32) if fine else F32 if spec.scale2_block else _PLAIN.get(spec.scale_dtype, F32)
@@ -107,8 +109,8 @@ def _ratio(spec: LinearSpec) -> int:
     if coarse is None or spec.scale_dtype not in _FINE or spec.ragged or spec.block_offset != (0, 0):
         return 0
     if coarse[1] >= spec.k:
-        return spec.grid[1]
-    return coarse[1] // spec.block[1] if coarse[1] % spec.block[1] == 0 else 0
+        return spec.grid[1] * _cuts(spec)
+    return coarse[1] // spec.block[1] * _cuts(spec) if coarse[1] % spec.block[1] == 0 else 0
 
 
 def pack(weight: QuantizedWeight) -> Tensor:
@@ -144,12 +146,10 @@ def _columns(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     group = weight.column_groups()
     plan = layout(spec)
     if not spec.ragged:
-        slot = torch.arange(spec.k) if plan.groups == 1 else None
-        if slot is None:
-            within = (torch.arange(spec.k) + spec.block_offset[1]) % spec.block[1]
-            within[group == 0] -= spec.block_offset[1]
-            slot = group * plan.run + within
-        picks = torch.arange(plan.groups)
+        within = (torch.arange(spec.k) + spec.block_offset[1]) % spec.block[1]
+        within[group == 0] -= spec.block_offset[1]
+        slot = group * (plan.run * _cuts(spec)) + within
+        picks = torch.repeat_interleave(torch.arange(spec.grid[1]), _cuts(spec))
     else:
         counts = torch.bincount(group, minlength=int(weight.scale.shape[1]))
         chunks = (counts + CHUNK - 1) // CHUNK
