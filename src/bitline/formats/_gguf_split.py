@@ -31,13 +31,14 @@ def read_parts(path: Path) -> list[Header]:
     A CheckpointError where it is not the first part, a part is missing, or the parts are not of one model.
     """
     first = read_header(path)
-    count = _number(first, "split.count", 1)
-    if count <= 1:
+    count, match = _number(first, "split.count", 1), _NAME.fullmatch(path.name)
+    named = 1 if match is None or "split.count" not in first.metadata else int(match[3])
+    if count <= 1 and named <= 1:
         return [first]
-    match = _NAME.fullmatch(path.name)
     if match is None or int(match[3]) != count:
         raise CheckpointError(
-            "one part of a model that is split over several files", file=path, found=f"split.count = {count}",
+            "one part of a model that is split over several files", file=path, field="split.count",
+            found=f"split.count = {count}" + ("" if match is None else f" in a file that is named as one of {int(match[3])}"),
             expected=f"a name that ends in -00001-of-{count:05d}.gguf, with the other parts beside it",
             fix="give the parts their names back, or join them with llama-gguf-split --merge",
         )  # fmt: skip
@@ -58,7 +59,8 @@ def read_parts(path: Path) -> list[Header]:
     total, wanted = sum(len(part.tensors) for part in parts), _number(first, "split.tensors.count", -1)
     if wanted not in (-1, total):
         raise CheckpointError(
-            "the parts of a split model do not have all of its tensors", file=path, found=total, expected=wanted,
+            "the parts of a split model do not have all of its tensors", file=path, field="split.tensors.count", found=total,
+            expected=wanted,
             fix="a part belongs to another model, or is of another version: download them again",
         )  # fmt: skip
     return parts
@@ -68,14 +70,14 @@ def _check(first: Header, part: Header, number: int, count: int) -> None:
     found = _number(part, "split.no", -1), _number(part, "split.count", -1)
     if found != (number, count):
         raise CheckpointError(
-            "a part of a split model is not the part that its name says", file=part.path,
+            "a part of a split model is not the part that its name says", file=part.path, field="split.no",
             found=f"split.no = {found[0]}, split.count = {found[1]}", expected=f"split.no = {number}, split.count = {count}",
             fix="download it again, or give the parts their names back",
         )  # fmt: skip
     for key, value in part.metadata.items():
         if key != "split.no" and key in first.metadata and first.metadata[key] != value:
             raise CheckpointError(
-                "parts of different models", file=part.path, found=f"{key[:80]} = {str(value)[:80]}",
+                "parts of different models", file=part.path, field=key, found=f"{key[:80]} = {str(value)[:80]}",
                 expected=f"{str(first.metadata[key])[:80]}, as in {first.path.name}", fix="download the parts of one model",
             )  # fmt: skip
 
@@ -83,5 +85,5 @@ def _check(first: Header, part: Header, number: int, count: int) -> None:
 def _number(header: Header, key: str, default: int) -> int:
     value: Any = header.metadata.get(key, default)
     if type(value) is not int:
-        raise CheckpointError(f"{key} is not a number", file=header.path, found=str(value)[:80], expected="an integer")
+        raise CheckpointError(f"{key} is not a number", file=header.path, field=key, found=str(value)[:80], expected="an integer")
     return value
