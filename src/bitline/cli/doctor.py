@@ -39,7 +39,10 @@ ENABLES = {
     "humming": ("weight-only kernels for NVIDIA GPUs", "pip install humming-kernels"),
     "vllm_xpu_kernels": ("Intel GPU kernels", "pip install vllm-xpu-kernels"),
 }
-TRIED_SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC")
+TRIED_SCHEMES = (
+    "W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4",
+    "MXFP8A16", "MXFP8",
+)  # fmt: skip
 
 
 def doctor_report() -> dict[str, Any]:
@@ -143,7 +146,7 @@ def _try(kernel: type[Kernel], device: str) -> dict[str, Any]:
                 found = compare(layer(x.to(device)).cpu(), x, weight.with_act_dtype(dtype))
             return {"ran": True, "ok": found.ok, "scheme": scheme, "error": found.error, "allowed": found.allowed,
                     "detail": "right" if found.ok else str(found)}  # fmt: skip
-    return {"detail": f"takes none of {', '.join(TRIED_SCHEMES)}"}
+    return {"detail": "takes none of the schemes tried"}
 
 
 def _native_line(core: dict[str, Any]) -> str:
@@ -151,6 +154,24 @@ def _native_line(core: dict[str, Any]) -> str:
         return f"native core: {core['isa']} of {', '.join(core['isas'])}; {core['threads']} threads, {core['threads_from']}"
     compiler = core["compiler"] or "none found: install g++ or clang++"
     return f"native core: [yellow]no[/], {escape(str(core.get('reason') or core.get('error')))}. C++ compiler: {escape(compiler)}"
+
+
+def _show_kernels(kernels: list[dict[str, Any]]) -> None:
+    """Those that ran with the figures of a small product, then those that cannot run here by their reasons."""
+    grid = table("kernel", "on", "tried", "error (allowed)", "")
+    for k in (k for k in kernels if k["ran"]):
+        mark = Text("ok", "green") if k["ok"] else Text("FAILED", "bold red")
+        grid.add_row(k["kernel"], k["device"], k["scheme"], f"{k['error']:.1e} ({k['allowed']:.1e})", mark)
+    out.print(grid)
+    for k in (k for k in kernels if k["ran"] and not k["ok"]):
+        out.print(f"[red]{k['kernel']}[/]: {escape(str(k.get('detail')))}", highlight=False)
+    reasons: dict[str, list[str]] = {}
+    for k in (k for k in kernels if not k["ran"]):
+        reasons.setdefault(k.get("detail") or k.get("error", ""), []).append(f"{k['kernel']} ({k['device']})")
+    if reasons:
+        out.print("not here:", highlight=False)
+    for reason, names in reasons.items():
+        out.print(f"  {escape(reason)}: [dim]{', '.join(names)}[/]", highlight=False)
 
 
 def show(report: dict[str, Any]) -> None:
@@ -165,23 +186,11 @@ def show(report: dict[str, Any]) -> None:
             out.print(f"[red]{d['device']}[/]: {escape(d['error'])}", highlight=False)
         else:
             out.print(f"[bold]{d['device']}[/]: {d['platform']}; reads {size(d['bandwidth'])}/s", highlight=False)
-    grid = table("package", "installed", "adds", "to install")
+    grid = table("package", "installed", "adds; how to get it")
     for p in report["packages"]:
-        grid.add_row(p["package"], p["installed"] or "-", p["adds"], "" if p["installed"] else p["install"])
+        grid.add_row(p["package"], p["installed"] or "-", p["adds"] if p["installed"] else f"{p['adds']}; {p['install']}")
     out.print(grid)
-    grid = table("kernel", "on", "", "tried", "error (allowed)", "detail")
-    for k in report["kernels"]:
-        mark = Text("-") if not k["ran"] else Text("ok", "green") if k["ok"] else Text("FAILED", "bold red")
-        figures = f"{k['error']:.1e} ({k['allowed']:.1e})" if k["ran"] else ""
-        grid.add_row(
-            k["kernel"],
-            k["device"],
-            mark,
-            k["scheme"] or "",
-            figures,
-            k.get("detail") or k.get("error", ""),
-        )
-    out.print(grid)
+    _show_kernels(report["kernels"])
     grid = table("variable", "effect (the argument wins)")
     for v in report["environment"]:
         grid.add_row(v["name"], f"{v['effect']}; {v['argument']}")
