@@ -22,6 +22,7 @@ _MAX_NESTING = 4
 _MAX_NAME = 1024
 _SMALLEST_VALUE = 8 + 4 + 1  # an empty key, a type and one byte
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, a type and an offset
+_SPARE = 64 << 20  # bytes that reading may take beside the file's own
 _DAMAGED = "the file is damaged or was not downloaded to its end: download it again"
 
 
@@ -30,9 +31,12 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at, self.size = data, path, 0, len(data)
+        self.field = "magic"  # what is being read, in GGUF's own words, or a metadata key
 
     def error(self, what: str, found: object, expected: object, tensor: str | None = None) -> CheckpointError:
-        return CheckpointError(what, file=self.path, tensor=tensor, found=found, expected=expected, fix=_DAMAGED)
+        return CheckpointError(
+            what, file=self.path, tensor=tensor, field=self.field, found=found, expected=expected, fix=_DAMAGED
+        )
 
     def need(self, nbytes: int, what: str) -> None:
         if nbytes > self.size - self.at:
@@ -88,6 +92,8 @@ class _Cursor:
         self.need(count * smallest, what)
         if kind == _STRING:
             return self.texts(count, what)
+        if 8 * count > self.size + _SPARE:  # a list of them is 8 bytes each, and a truth value in the file is one
+            raise self.error(f"{what} is too long", f"{count} values", f"at most {(self.size + _SPARE) // 8}")
         if smallest == 0:
             raise self.error(f"{what} is an array of a type that GGUF does not have", kind, "0..12")
         return [self.value(kind, what, depth + 1) for _ in range(count)]
@@ -148,31 +154,36 @@ def _parse(cursor: _Cursor) -> Header:
     if magic != b"GGUF":
         raise cursor.error("not a GGUF file", magic, b"GGUF")
     cursor.at = 4
+    cursor.field = "version"
     version = cursor.scalar("I", "version")
     if version & 0xFFFF == 0 and version:
         raise CheckpointError(
-            "a big-endian GGUF file", file=cursor.path, found=f"version {version:#x}", expected="little-endian version 2 or 3",
-            fix="convert it with gguf-convert-endian",
+            "a big-endian GGUF file", file=cursor.path, field="version", found=f"version {version:#x}",
+            expected="little-endian version 2 or 3", fix="convert it with gguf-convert-endian",
         )  # fmt: skip
     if version not in (2, 3):
         raise CheckpointError(
-            "a GGUF version that is not read", file=cursor.path, found=version, expected="2 or 3",
+            "a GGUF version that is not read", file=cursor.path, field="version", found=version, expected="2 or 3",
             fix="convert the model again with a current llama.cpp",
         )  # fmt: skip
     n_tensors, n_values = cursor.scalar("Q", "tensor count"), cursor.scalar("Q", "metadata count")
     for what, count, smallest in (("metadata", n_values, _SMALLEST_VALUE), ("tensor", n_tensors, _SMALLEST_TENSOR)):
+        cursor.field = "metadata_kv_count" if what == "metadata" else "tensor_count"
         if count * smallest > cursor.size - cursor.at:
             raise cursor.error(f"the {what} count cannot be true", count, f"what {cursor.size} bytes can hold")
     for _ in range(n_values):
+        cursor.field = "metadata_kv"
         key = cursor.text("a metadata key")
         if key in header.metadata:
             raise cursor.error("a metadata key comes twice", key, "each key once")
-        what = f"metadata {key[:80]!r}"
+        what, cursor.field = f"metadata {key[:80]!r}", key or "metadata_kv"
         header.metadata[key] = cursor.value(cursor.scalar("I", what), what)
+    cursor.field = "general.alignment"
     alignment = header.metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise cursor.error("general.alignment is not usable", alignment, "a power of two, at least 8")
     entries: dict[str, Entry] = {}
+    cursor.field = "tensor_infos"
     for _ in range(n_tensors):
         name, entry = _parse_tensor(cursor, alignment)
         if name in entries:
@@ -197,7 +208,8 @@ def _parse_tensor(cursor: _Cursor, alignment: int) -> tuple[str, Entry]:
         retired = RETIRED_TYPES.get(number)
         raise CheckpointError(
             "a tensor of a type that ggml no longer has" if retired else "a tensor of an unknown ggml type",
-            file=cursor.path, tensor=name, found=retired or f"type {number}", expected=f"a plain type or {SUPPORTED}",
+            file=cursor.path, tensor=name, field="type", found=retired or f"type {number}",
+            expected=f"a plain type or {SUPPORTED}",
             fix="quantize the model again with a current llama.cpp",
         )  # fmt: skip
     kind, block, nbytes = GGML_TYPES[number]
