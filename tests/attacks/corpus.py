@@ -850,6 +850,8 @@ gguf("array-of-2^61-numbers", "ends outside", PAIRS + [pair("a", ARRAY, struct.p
 gguf("array-of-2^61-strings", "ends outside", PAIRS + [pair("a", ARRAY, struct.pack("<IQ", STRING, 1 << 61))], huge=True)
 gguf("array-of-2^61-arrays", "ends outside", PAIRS + [pair("a", ARRAY, struct.pack("<IQ", ARRAY, 1 << 61))], huge=True)
 gguf("array-nested-10000-deep", "nests too deeply", PAIRS + [pair("a", ARRAY, struct.pack("<IQ", ARRAY, 1) * 10_000 + bytes(64))])
+gguf("array-of-10^7-truth-values", "is too long",
+     edit=lambda raw: raw[:24] + text("a") + struct.pack("<IIQ", ARRAY, BOOL, 10**7) + bytes(10**7) + raw[24:])  # fmt: skip
 gguf("array-of-nothing", "does not have", PAIRS + [pair("a", ARRAY, struct.pack("<IQ", 99, 1))])
 gguf("array-string-too-long", "ends outside", PAIRS + [pair("a", ARRAY, struct.pack("<IQQ", STRING, 1, 1 << 63))], huge=True)
 gguf("value-type-unknown", "does not have", PAIRS + [pair("a", 13, b"")])

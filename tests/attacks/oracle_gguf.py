@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,20 @@ class _Header:
 
 
 def layers(path: Path) -> dict[str, Layer]:
-    """Every quantized matrix of a file."""
+    """Every quantized matrix of a file, or of all parts of a model that is split over several."""
+    named = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    parts = [path]
+    if named and b"split.count" in path.read_bytes():
+        parts = [path.with_name(f"{named[1]}-{i + 1:05d}-of-{named[2]}.gguf") for i in range(int(named[2]))]
+    out: dict[str, Layer] = {}
+    for part in parts:
+        more = _layers(part)
+        demand(not more.keys() & out.keys(), "a layer in two parts")
+        out |= more
+    return out
+
+
+def _layers(path: Path) -> dict[str, Layer]:
     raw = path.read_bytes()
     head = _Header(raw)
     demand(raw[:4] == b"GGUF" and head.take("I") in (2, 3), "no GGUF")

@@ -65,8 +65,11 @@ def within(nbytes: int) -> Iterator[None]:
 
 def room(path: Path) -> int:
     """What reading a checkpoint may take: its files' size and 64 MB."""
-    files = [p for p in path.rglob("*") if p.is_file() and not p.is_symlink()] if path.is_dir() else [path]
-    return SLACK + sum(p.stat().st_size for p in files)
+    try:
+        files = [p for p in path.rglob("*") if p.is_file() and not p.is_symlink()] if path.is_dir() else [path]
+        return SLACK + sum(p.stat().st_size for p in files)
+    except (OSError, ValueError):  # a path that is none
+        return SLACK
 
 
 def outcome(path: Path) -> CheckpointError | None:
