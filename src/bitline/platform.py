@@ -37,8 +37,10 @@ PACKAGES = {
 CPU_FEATURES = (
     "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_vbmi", "amx", "zen", "neon", "dotprod", "i8mm", "bf16", "sve",
 )  # fmt: skip
-_IMPLIED = {"amx": ("avx512", "avx512_vnni", "avx512_bf16"), "avx512": ("avx2",), "avx512_bf16": ("avx512",),
-            "avx512_vnni": ("avx512",), "avx512_vbmi": ("avx512",)}  # fmt: skip
+_IMPLIED = {
+    "amx": ("avx512_vnni", "avx512_bf16", "avx512_vbmi"), "avx512_bf16": ("avx512_vnni",), "avx512_vbmi": ("avx512",),
+    "avx512_vnni": ("avx512",), "avx512": ("avx2",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
