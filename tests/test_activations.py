@@ -168,3 +168,19 @@ def test_a_gpu_gives_the_same_bits(name):
     for x in (RECORDED["input.fp32"], torch.randn(400, 256, generator=torch.Generator().manual_seed(8))):
         there = fake_quantize(x.cuda(), act, None if scale is None else scale.cuda())
         assert torch.equal(there.cpu(), fake_quantize(x, act, scale))
+
+
+def test_mxint_is_a_sign_and_digits_below_the_largest_power_of_two():
+    x = torch.tensor([[1.0, 1.9, -1.99, 0.3, 0.0, 0.125, -0.374, 0.376]])
+    act = ActSpec(types.int4, True, "group", 8, scale="e8m0")
+    assert fake_quantize(x, act).tolist() == [[1.0, 1.75, -1.75, 0.25, 0.0, 0.0, -0.25, 0.5]]  # quarters, at most 7
+    assert torch.equal(fake_quantize(x * 64, act), fake_quantize(x, act) * 64)
+    assert torch.equal(fake_quantize(torch.zeros(1, 8), act), torch.zeros(1, 8))
+
+
+def test_scales_of_e5m3_are_rounded_without_a_global_one():
+    x = torch.tensor([[6.0 * 1.1, 1.0, 0.5, 0.0]])
+    scale = 1.125  # the nearest of 1.0, 1.125, 1.25, …
+    act = ActSpec(types.float4_e2m1, True, "group", 4, scale="e5m3")
+    assert fake_quantize(x, act).tolist() == [[6.0 * scale, 1.0 * scale, 0.5 * scale, 0.0]]
+    assert ActSpec.parse(str(act)) == act

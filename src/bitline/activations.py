@@ -85,11 +85,22 @@ def fake_quantize(x: Tensor, act: ActSpec, scale: Tensor | None = None, zero: Te
 
 
 def _fake_quantize_micro(groups: Tensor, act: ActSpec, input_global_scale: Tensor | None) -> Tensor:
-    """MX (E8M0 scales) and NVFP4 (E4M3 scales under a global one): groups [n, g] quantized and read back, float32."""
+    """MX (E8M0 scales), NVFP4 (E4M3 scales under a global one) and its kin of E5M3 scales: groups [n, g] quantized and read
+
+    back, float32.
+    """
     peak = groups.abs().amax(-1, keepdim=True)
+    if act.dtype.kind == "int":  # MXINT: the largest magnitude's power of two, a sign and bits - 1 binary digits below it
+        most = (1 << (act.dtype.bits - 1)) - 1
+        exponent = torch.frexp(peak)[1] - 1 - (act.dtype.bits - 2)
+        scale = torch.where(peak > 0, torch.ldexp(torch.ones_like(peak), exponent.clamp(min=-127)), torch.ones_like(peak))
+        return (groups / scale).round_().clamp_(-most, most) * scale
     if act.scale == "e8m0":
         exponent = mx_exponent(peak, act.dtype.max())
         scale = torch.where(peak > 0, torch.ldexp(torch.ones_like(peak), exponent.clamp(-127, 127)), torch.ones_like(peak))
+    elif act.scale == "e5m3":
+        local = round_to(exact_div(peak, act.dtype.max()), "ufloat8_e5m3")
+        scale = torch.where(local > 0, local, torch.ones_like(local))
     else:
         top = torch.ones((), device=groups.device) if input_global_scale is None else input_global_scale.float()
         local = exact_div(peak * top, act.dtype.max()).clamp(max=448.0).to(torch.float8_e4m3fn).float()
@@ -113,11 +124,11 @@ def round_to(values: Tensor, name: str) -> Tensor:
     if name in _FP8:
         limit = torch.finfo(_FP8[name]).max
         return values.clamp(-limit, limit).to(_FP8[name]).float()
-    if name not in ("float4_e2m1", "float6_e2m3", "float6_e3m2"):
+    if name not in ("float4_e2m1", "float6_e2m3", "float6_e3m2", "ufloat8_e5m3"):
         raise InputError("no rounding rule for this type", found=name, expected="float4_e2m1, a float6 or an FP8 type")
     scalar = SCALAR_TYPES[name]
     lowest = 2 - (1 << (scalar.exponent - 1))  # the exponent of the smallest normal value, and of all below it
     # The values of one binade are `mantissa` bits apart, and torch rounds halves to even, which is the even mantissa here.
     step = torch.frexp(values)[1].sub(1).clamp(min=lowest) - scalar.mantissa
     rounded = torch.ldexp(torch.ldexp(values, -step).round_(), step)
-    return rounded.clamp_(-scalar.max(), scalar.max())
+    return rounded.clamp_(scalar.min(), scalar.max())

@@ -69,11 +69,11 @@ class ScalarType:
 
 def _decode_float(t: ScalarType, code: int) -> float:
     """OCP MX 1.0 and OCP FP8 minifloats: subnormals, and the NaN/inf codes of each of the named types."""
-    sign = -1.0 if code >> (t.exponent + t.mantissa) else 1.0
+    sign = -1.0 if code >> (t.exponent + t.mantissa) else 1.0  # unsigned types have no bit there
     exponent = (code >> t.mantissa) & ((1 << t.exponent) - 1)
     mantissa = code & ((1 << t.mantissa) - 1)
     full = (1 << t.exponent) - 1
-    if t.name == "float8_e4m3fn" and exponent == full and mantissa == (1 << t.mantissa) - 1:
+    if t.name in ("float8_e4m3fn", "ufloat8_e5m3") and exponent == full and mantissa == (1 << t.mantissa) - 1:
         return math.nan
     if t.name == "float8_e5m2" and exponent == full:
         return math.nan if mantissa else sign * math.inf
@@ -93,6 +93,7 @@ int4, int8 = (ScalarType(f"int{b}", b, signed=True) for b in (4, 8))
 float8_e4m3fn = ScalarType("float8_e4m3fn", 8, "float", exponent=4, mantissa=3)
 float8_e5m2 = ScalarType("float8_e5m2", 8, "float", exponent=5, mantissa=2)
 float8_e4m3fnuz = ScalarType("float8_e4m3fnuz", 8, "float", bias=8, exponent=4, mantissa=3)
+ufloat8_e5m3 = ScalarType("ufloat8_e5m3", 8, "float", exponent=5, mantissa=3)  # of scales alone: no sign
 float6_e2m3 = ScalarType("float6_e2m3", 6, "float", exponent=2, mantissa=3)
 float6_e3m2 = ScalarType("float6_e3m2", 6, "float", exponent=3, mantissa=2)
 float4_e2m1 = ScalarType("float4_e2m1", 4, "float", exponent=2, mantissa=1)
@@ -159,7 +160,7 @@ class ActSpec:
     granularity: Literal["tensor", "token", "group"] = "token"
     group_size: int = 0
     symmetric: bool = True
-    scale: Literal["float", "e8m0", "e4m3"] = "float"
+    scale: Literal["float", "e8m0", "e4m3", "e5m3"] = "float"
     limit: float = 0.0
 
     def __str__(self) -> str:
@@ -174,7 +175,7 @@ class ActSpec:
         text, _, limit = text.partition("-limit")
         name, when, how, *rest = text.split("-")
         size = int(how.removeprefix("group")) if how.startswith("group") else 0
-        scale: Any = next((r for r in rest if r in ("e8m0", "e4m3")), "float")
+        scale: Any = next((r for r in rest if r in ("e8m0", "e4m3", "e5m3")), "float")
         granularity: Any = "group" if size else how
         return ActSpec(SCALAR_TYPES[name], when == "dynamic", granularity, size, "asym" not in rest, scale, float(limit or 0))
 

@@ -10,6 +10,8 @@ from bitline.formats._layer import Layer
 from bitline.formats._names import tail
 from bitline.formats._patterns import Effort, Pattern, PatternError
 
+KV_ODDITY = "the config has this layer's output quantized, which is the key-value cache's business and is left alone"
+
 
 class Hints:
     """The modules that a config says were left alone. What the list says and the tensors do not is an oddity.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bitline.errors import CheckpointError, WeightError
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, in_tensor
-from bitline.types import LinearSpec
+from bitline.types import LinearSpec, ufloat8_e5m3
 from bitline.weight import QuantizedWeight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -20,6 +20,11 @@ NUMBER = ((), (1,), (1, 1))  # shapes of a single number
 SPARE_BYTES = 64 << 20  # what reading a layer may take beyond what its files hold
 
 Suffix = str | tuple[str, ...]  # what follows the module's name; of several, the first that is there
+
+
+def e5m3_scales(stored: Tensor) -> Tensor:
+    """Scales of unsigned E5M3, uint8, as bfloat16, which holds them all: no dtype of torch is E5M3."""
+    return torch.tensor(ufloat8_e5m3.values(), dtype=torch.bfloat16)[stored.int()]
 
 
 class Layer:

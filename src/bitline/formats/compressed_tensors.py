@@ -14,12 +14,14 @@ from torch import Tensor
 from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats import ct_auto_round, ct_config
+from bitline.formats._hints import KV_ODDITY
+from bitline.formats._layer import E8M0, Layer, e5m3_scales
 from bitline.formats._layer import FLOATS as _SCALES
-from bitline.formats._layer import Layer
 from bitline.formats._stacks import unstacked
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.config import find_quantization, quantization_config
 from bitline.formats.ct_codes import Packed, column_order, narrow_integers, zero_points
+from bitline.formats.ct_config import E5M3
 from bitline.types import LinearSpec, ScalarType
 
 _FP8 = {torch.float8_e4m3fn: types.float8_e4m3fn, torch.float8_e5m2: types.float8_e5m2}
@@ -45,7 +47,7 @@ class CompressedTensorsReader:
         config = quantization_config(source)
         method = config.get("quant_method")
         if method in ct_auto_round.METHODS:
-            return config.get("packing_format") in ct_auto_round.PACKINGS
+            return ct_auto_round.takes(config)
         return method == "compressed-tensors"
 
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
@@ -148,8 +150,10 @@ def _record(source: TensorSource, schemes: ct_config.Schemes, base: str) -> Laye
     if schemes.ignored(base):
         module.oddities.append("the config's ignore list names this layer, yet its tensors are quantized")
     module.need("weight_scale", (*_SCALES, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu))
+    if scheme.quantizes_output:
+        module.oddities.append(KV_ODDITY)
     if packed is not None and packed.dtype == torch.uint8:
-        label, spec, build = _micro_packed(module)
+        label, spec, build = _micro_packed(module) if scheme.weights.floating else _mx_int(module)
     elif packed is not None:
         label, spec, build = _pack_quantized(module)
     elif main.dtype == torch.int8:
@@ -171,19 +175,19 @@ def _record(source: TensorSource, schemes: ct_config.Schemes, base: str) -> Laye
     return module.record(f"compressed-tensors {label}", spec, build, fields)
 
 
-def _integers(module: _Module, least: int) -> tuple[int, bool]:
+def _integers(module: _Module) -> tuple[int, bool]:
     """Bits and symmetry of integer codes, held against the config."""
     args = module.scheme.weights
-    if args.floating or not least <= args.num_bits <= 8:
+    if args.floating or not 1 <= args.num_bits <= 8:
         raise module.error(
-            module.main, "codes do not fit their config group", f"{args.type} {args.num_bits} bits", f"int {least}..8 bits"
+            module.main, "codes do not fit their config group", f"{args.type} {args.num_bits} bits", "int 1..8 bits"
         )
     return args.num_bits, args.symmetric
 
 
 def _pack_quantized(m: _Module) -> _Plan:
     rows, columns = m.matrix("weight_packed", (torch.int32,))
-    width, symmetric = _integers(m, 2)
+    width, symmetric = _integers(m)
     shape = m.need("weight_shape", (torch.int64, torch.int32))
     sizes = m.read("weight_shape").flatten().tolist()[-2:] if shape.nbytes <= 64 else []  # [E, N, K] of stacked experts
     if len(sizes) != 2 or sizes[0] != rows or not 1 <= sizes[1] <= columns * 32:
@@ -250,7 +254,7 @@ def _read_zeros(m: _Module, info: TensorInfo, spec: LinearSpec, width: int) -> T
 def _int_quantized(m: _Module) -> _Plan:
     """One signed integer per int8; fewer than 8 bits (W4A8, W4AFP8) are packed, since that is all they hold."""
     n, k = m.matrix("weight", (torch.int8,))
-    width, symmetric = _integers(m, 2)
+    width, symmetric = _integers(m)
     m.need("weight_scale", _SCALES)
     block = m.block(n, k)
     plain = width == 8 and symmetric
@@ -277,6 +281,8 @@ def _floats(m: _Module, width: int) -> None:
     args = m.scheme.weights
     if not args.floating or args.num_bits != width:
         raise m.error(m.main, "codes do not fit their config group", f"{args.type} {args.num_bits} bits", f"float {width} bits")
+    if not args.symmetric and (zeros := m.find("weight_zero_point")) is not None:
+        raise m.error(zeros, "minifloats with zero points are not supported yet", "symmetric: false", "symmetric: true")
 
 
 def _float_quantized(m: _Module) -> _Plan:
@@ -302,6 +308,10 @@ def _micro_packed(m: _Module) -> _Plan:
     width = 6 if m.scheme.weights.num_bits == 6 else 4
     _floats(m, width)
     k = columns * 8 // width
+    if m.find("weight_global_scale") is None and (m.scheme.format == E5M3 or m.scheme.weights.group_size == 16):
+        m.need("weight_scale", (torch.uint8,))
+        spec = m.spec(n, k, types.float4_e2m1, m.block(n, k), scale_dtype=torch.bfloat16)
+        return E5M3, spec, lambda: m.parts(spec, m.read("weight_packed"), e5m3_scales(m.read("weight_scale")))
     if m.find("weight_global_scale") is None:
         m.need("weight_scale", (torch.uint8, torch.float8_e8m0fnu))
         weight = types.float4_e2m1 if width == 4 else types.float6_e2m3
@@ -319,6 +329,30 @@ def _micro_packed(m: _Module) -> _Plan:
         return m.parts(spec, m.read("weight_packed"), scale2=divisor.reciprocal())
 
     return "nvfp4-pack-quantized", spec, build
+
+
+def _mx_int(m: _Module) -> _Plan:
+    """AutoRound's MXINT4: a sign and three binary digits, -1.75 to 1.75, two to a byte, the lower first, under E8M0 scales.
+
+    As integers they are up to 7 quarters: the scales are a quarter of the stored ones, which bfloat16 holds.
+    """
+    n, columns = m.matrix("weight_packed", (torch.uint8,))
+    if m.scheme.weights.num_bits != 4:
+        raise m.error(m.main, "codes do not fit their config", f"mx_int {m.scheme.weights.num_bits} bits", "4 bits")
+    m.need("weight_scale", E8M0)
+    spec = m.spec(n, 2 * columns, types.uint4b8, m.block(n, 2 * columns), scale_dtype=torch.bfloat16)
+
+    def build() -> Parts:
+        stored = m.read("weight_packed")
+        negative = (stored & 0x88) >> 3  # 1 in each half whose value has a minus sign
+        value = stored & 0x77
+        codes = torch.where(negative & 1 == 1, 8 - (value & 7), 8 + (value & 7))
+        codes |= torch.where(negative & 16 == 16, 8 - (value >> 4), 8 + (value >> 4)) << 4
+        exponent = m.read("weight_scale").view(torch.uint8).int()
+        scale = torch.ldexp(torch.ones(exponent.shape), exponent - 129).masked_fill(exponent == 255, torch.nan).bfloat16()
+        return m.parts(spec, codes, scale)
+
+    return "mxint4", spec, build
 
 
 READER = CompressedTensorsReader()

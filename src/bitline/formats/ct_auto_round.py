@@ -12,10 +12,16 @@ import msgspec
 from bitline.errors import CheckpointError
 from bitline.formats._json import invalid_config
 from bitline.formats._patterns import Effort, Pattern, PatternError
-from bitline.formats.ct_config import QuantArgs, Scheme, Schemes, act_spec
+from bitline.formats.ct_config import E5M3, QuantArgs, Scheme, Schemes, act_spec
 
 METHODS = ("auto-round", "intel/auto-round", "inc")
-PACKINGS = ("auto_round:llm_compressor", "auto_round:fp8_static")
+PACKINGS = ("auto_round:llm_compressor", "auto_round:llm_compressor_nvfp4_e5m3", "auto_round:fp8_static")
+_MX_INT = ("mx_int", "mx_int4")
+
+
+def takes(config: Mapping[str, Any]) -> bool:
+    """True for the config of an AutoRound checkpoint that is laid out as compressed-tensors' are, or in MXINT4."""
+    return config.get("packing_format") in PACKINGS or config.get("data_type") in _MX_INT
 
 
 class _Keys(msgspec.Struct):
@@ -38,6 +44,12 @@ class AutoRoundSchemes(Schemes):
     def __init__(self, raw: Mapping[str, Any], file: Path) -> None:
         super().__init__([], [], None)
         self._raw, self._file = raw, file
+        if raw.get("rotation_config"):
+            raise CheckpointError(
+                "the weights were rotated and the model must undo it as it runs, which is not supported", file=file,
+                field="rotation_config", found=str(raw["rotation_config"])[:200], expected="no rotation_config",
+                fix="quantize again without a rotation",
+            )  # fmt: skip
         extra = raw.get("extra_config") or {}
         if not isinstance(extra, Mapping):
             raise CheckpointError("extra_config is not an object", file=file, field="extra_config", found=type(extra).__name__)
@@ -69,14 +81,14 @@ def _scheme(keys: _Keys) -> Scheme:
         args = _args(keys.act_bits, keys.act_data_type or keys.data_type, keys.act_group_size or 0, keys.act_sym, "token")
         dynamic: Any = "local" if args.how == "tensor_group" else keys.act_dynamic
         act = act_spec(msgspec.structs.replace(args, dynamic=dynamic))
-    return Scheme("auto-round", weights, act, loose=True)
+    return Scheme("auto-round", weights, act, E5M3 if keys.data_type == "nvfp4_v2" else None, loose=True)
 
 
 def _args(bits: int, kind: str, group_size: int | list[int], symmetric: bool, whole_row: str) -> QuantArgs:
-    floating = not kind.startswith("int")
-    scale_dtype = "torch.uint8" if kind.startswith("mx") else None
-    if kind.startswith("mx_int"):
-        raise ValueError("data_type mx_int is not supported yet")
+    floating = not kind.startswith(("int", "mx_int"))
+    if not kind.startswith(("int", "mx_int", "mx_fp", "nv_fp", "nvfp", "fp")):
+        raise ValueError(f"data_type {kind} is not supported yet")
+    scale_dtype = "torch.uint8" if kind.startswith("mx") else E5M3 if kind == "nvfp4_v2" else None
     if isinstance(group_size, list):
         return QuantArgs(bits, "float" if floating else "int", symmetric, "block", block_structure=group_size)
     strategy = {-1: whole_row, 0: "tensor"}.get(group_size, "tensor_group" if kind.startswith("nv") else "group")

@@ -23,9 +23,10 @@ _REFUSED = {
     "sparse-24-bitmask": "2:4 sparse weights",
     "sparse-bitmask": "sparse weights",
 }
+E5M3 = "nvfp4-e5m3-pack-quantized"  # AutoRound's own: unsigned E5M3 scales and no global one
 FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized",
+    "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", E5M3,
 )  # fmt: skip
 # "dense" and "fakequant" store plain weights: there is nothing for this reader to find.
 _DECLARED = {*FORMATS, "mixed-precision", "dense", "fakequant"}
@@ -94,6 +95,7 @@ class Group(msgspec.Struct):
     targets: list[str]
     weights: QuantArgs | None = None
     input_activations: QuantArgs | None = None
+    output_activations: QuantArgs | None = None
     format: str | None = None
 
 
@@ -120,6 +122,7 @@ class Scheme:
     act: ActSpec | None
     format: str | None = None
     loose: bool = False
+    quantizes_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,12 +230,17 @@ def _scheme(name: str, group: Group | list[str], overall: str | None) -> Scheme 
         return _preset(name)
     if group.weights is None:
         return None
-    act = None if group.input_activations is None else act_spec(group.input_activations)
-    return Scheme(name, group.weights, act, group.format or overall)
+    inputs, form = group.input_activations, group.format or overall
+    if inputs is not None and form == E5M3 and inputs.how == "tensor_group":
+        inputs = msgspec.structs.replace(inputs, scale_dtype=E5M3)
+    act = None if inputs is None else act_spec(inputs)
+    return Scheme(name, group.weights, act, form, quantizes_output=group.output_activations is not None)
 
 
-def act_spec(args: QuantArgs) -> ActSpec:
-    """An input scheme in compressed-tensors' words as an ActSpec; ValueError for one that Bitline has no word for."""
+def act_spec(args: QuantArgs) -> ActSpec | None:
+    """An input scheme in compressed-tensors' words as an ActSpec, None for 16 bits; ValueError where there is no word for it."""
+    if args.num_bits >= 16:
+        return None
     known: dict[tuple[bool, int], ScalarType] = {
         (False, 8): types.int8, (False, 4): types.int4, (True, 8): types.float8_e4m3fn, (True, 4): types.float4_e2m1,
     }  # fmt: skip
@@ -241,10 +249,10 @@ def act_spec(args: QuantArgs) -> ActSpec:
     if dtype is None or granularity is None or (not args.dynamic and granularity != "tensor"):
         when = "dynamic" if args.dynamic else "static"
         raise ValueError(f"input_activations are {args.type} {args.num_bits} bits {when} per {args.how}, which is not supported")
-    scale: Literal["float", "e8m0", "e4m3"] = "float"
-    if granularity == "group" and args.floating:
+    scale: Literal["float", "e8m0", "e4m3", "e5m3"] = "float"
+    if granularity == "group" and (args.floating or args.scale_dtype == "torch.uint8"):
         if args.how == "tensor_group":
-            scale = "e4m3"
+            scale = "e5m3" if args.scale_dtype == E5M3 else "e4m3"
         elif args.scale_dtype == "torch.uint8" or args.num_bits == 4:
             scale = "e8m0"
     size = args.group_size or 0 if granularity == "group" else 0

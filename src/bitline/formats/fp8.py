@@ -61,8 +61,8 @@ class _Config(msgspec.Struct):
 
     def act(self, columns: int | None) -> ActSpec | None:
         """How inputs are quantized. columns: of a weight's scale block, None for a weight without blocks."""
-        if self.act_bits is not None and self.act_bits >= 16:
-            return None
+        if (self.act_bits or 16) >= 16 if self.quant_method in AUTO_ROUND else (self.act_bits or 0) >= 16:
+            return None  # AutoRound leaves out what is its default
         dtype = types.float8_e5m2 if self.fmt == "e5m2" else types.float8_e4m3fn
         if self.activation_scheme == "static":
             return ActSpec(dtype, dynamic=False, granularity="tensor")
@@ -88,8 +88,8 @@ class FP8Reader:
         """True for quant_method "fp8", "fbgemm_fp8" and "mxfp8", and AutoRound's FP8 with a packing_format of its own or none."""
         config = quantization_config(source)
         if config.get("quant_method") in AUTO_ROUND:
-            bare = config.get("packing_format") is None and str(config.get("data_type")).startswith("fp")
-            return bare or config.get("packing_format") == "auto_round:fp8"
+            packing, floats = config.get("packing_format"), str(config.get("data_type")).startswith("fp")
+            return packing == "auto_round:fp8" or (floats and (packing is None or packing.endswith(":fp8")))
         return config.get("quant_method") in METHODS
 
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:

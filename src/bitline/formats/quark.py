@@ -14,7 +14,7 @@ from torch import Tensor
 from bitline import types
 from bitline.formats import quark_codes
 from bitline.formats._hints import Hints
-from bitline.formats._layer import E8M0, FLOATS, NUMBER, Layer
+from bitline.formats._layer import E8M0, FLOATS, NUMBER, Layer, e5m3_scales
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.config import find_quantization
 from bitline.formats.quark_config import Rules
@@ -240,7 +240,7 @@ class _Module(Layer):
 
         def build() -> Parts:
             scale = self.read("weight_scale")
-            scale = scale.view(torch.float8_e8m0fnu) if mx else quark_codes.ue5m3()[scale.int()] if five else scale
+            scale = scale.view(torch.float8_e8m0fnu) if mx else e5m3_scales(scale) if five else scale
             scale2 = self.read("weight_scale_2", 1, 1).double() if two else None
             return {"codes": self.read("weight").view(torch.uint8), "scale": scale.reshape(grid), "scale2": scale2}
 

@@ -80,12 +80,3 @@ def planes(stored: Tensor) -> Tensor:
     high = torch.stack([parts[..., 0] >> shift & 3 for shift in (6, 4, 2, 0)], -1)
     low = torch.stack([parts[..., 1] >> 4, parts[..., 1] & 15, parts[..., 2] >> 4, parts[..., 2] & 15], -1)
     return bits.pack((high << 4 | low).flatten(1), 6)
-
-
-def ue5m3() -> Tensor:
-    """The values of unsigned E5M3 codes, bfloat16 [256]: exponents of bias 15, subnormal below 2**-14, all ones for NaN."""
-    code = torch.arange(256, dtype=torch.float64)
-    exponent, mantissa = code.div(8, rounding_mode="floor"), code % 8
-    values = torch.where(exponent == 0, mantissa * 2.0**-17, (8 + mantissa) * 2.0 ** (exponent - 18))
-    values[255] = torch.nan
-    return values.bfloat16()

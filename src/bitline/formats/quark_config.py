@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
+from bitline.formats._hints import KV_ODDITY
 
 _MOST_PATTERNS, _LONGEST_PATTERN = 10_000, 512
 # Projections whose outputs are what a cache of keys and values holds.
 _CACHED = ("k_proj", "v_proj", "kv_proj", "qkv_proj", "kv_b_proj", "query_key_value", "W_pack")
-KV_ODDITY = "the config has this layer's output quantized, which is the key-value cache's business and is left alone"
 
 Spec = Mapping[str, Any]
 
