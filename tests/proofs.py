@@ -5,6 +5,8 @@ INTERPRETED = "interpreted in CI"
 COMPILED = "compiled in CI"
 H200 = "run on an H200"
 PACKAGE = "runs in CI with its package"
+CONTRACT = "called in CI as its package's signature says"
+TORCH = "called in CI as torch's own checks ask"
 
 _COMPILE = "tests/kernels/test_triton_compile.py::test_compiles"
 _W4 = "tests/kernels/test_triton_w4a16.py::test_conformance"
@@ -14,6 +16,8 @@ _EMULATION = "tests/kernels/test_emulation.py::test_a_family_is_emulated_exactly
 _FP8 = _GPU + "test_fp8_conformance"
 _SCALED = "tests/kernels/test_triton_scaled_mm.py::"
 _ZEN = "tests/providers/inside_zentorch.py::"
+_FLASHINFER = "tests/providers/test_flashinfer.py::test_computes_what_the_spec_says"
+_MICRO = "tests/kernels/test_torch_micro.py::test_computes_what_the_spec_says"
 
 PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "ReferenceLinearKernel": [
@@ -51,4 +55,12 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "CutlassInt8ScaledMMLinearKernel": [("cuda", H200, _GPU + "test_int8_conformance")],
     "CutlassFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
     "CutlassFp8BlockScaledMMKernel": [("cuda", H200, _GPU + "test_block_conformance")],
+    "CutlassNvFp4LinearKernel": [("cuda", TORCH, _MICRO)],
+    "TorchMxfp8LinearKernel": [("cuda", TORCH, _MICRO)],
+    "FlashInferCutlassNvFp4LinearKernel": [("cuda", CONTRACT, _FLASHINFER)],
+    "FlashInferTrtllmNvFp4LinearKernel": [("cuda", CONTRACT, _FLASHINFER)],
+    "FlashInferCudnnNvFp4LinearKernel": [("cuda", CONTRACT, _FLASHINFER)],
+    "FlashInferB12xNvFp4LinearKernel": [("cuda", CONTRACT, _FLASHINFER)],
+    "FlashInferMxFp4LinearKernel": [("cuda", CONTRACT, _FLASHINFER)],
+    "FlashInferCutlassMxfp8LinearKernel": [("cuda", CONTRACT, _FLASHINFER)],
 }  # fmt: skip

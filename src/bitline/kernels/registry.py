@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import logging
@@ -36,6 +37,15 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "CutlassInt8ScaledMMLinearKernel",
         "CutlassFP8ScaledMMLinearKernel",
         "CutlassFp8BlockScaledMMKernel",
+    ),
+    "bitline.kernels.torch_micro": ("CutlassNvFp4LinearKernel", "TorchMxfp8LinearKernel"),
+    "bitline.kernels.providers.flashinfer": (
+        "FlashInferCutlassNvFp4LinearKernel",
+        "FlashInferTrtllmNvFp4LinearKernel",
+        "FlashInferCudnnNvFp4LinearKernel",
+        "FlashInferB12xNvFp4LinearKernel",
+        "FlashInferMxFp4LinearKernel",
+        "FlashInferCutlassMxfp8LinearKernel",
     ),
     "bitline.kernels.native_cpu": ("CPUWNA16LinearKernel",),
     "bitline.kernels.providers.zentorch": ("ZentorchWNA16LinearKernel", "ZentorchInt8ScaledMMLinearKernel"),
@@ -159,8 +169,10 @@ def entries() -> tuple[Entry, ...]:
 
 
 def kernel_by_name(name: str) -> type[Kernel]:
-    """The class of a registered kernel; an unknown name is a NoKernelError that lists the known ones."""
+    """The class of a registered kernel; an unknown name is a NoKernelError that says the nearest ones."""
     load()
     if name not in _entries:
-        raise NoKernelError("no kernel of this name is registered", found=name, expected=", ".join(sorted(_entries)))
+        near = difflib.get_close_matches(name, _entries, n=5, cutoff=0.0)
+        raise NoKernelError("no kernel of this name is registered", found=name, expected=", ".join(near) + ", ...",
+                            fix="docs/kernels.md lists them all")  # fmt: skip
     return _entries[name].kernel

@@ -1,0 +1,157 @@
+"""Stand-ins for packages that do not run on this machine.
+
+Each takes only what the package's recorded signature takes (tests/providers/signatures), checks dtypes, shapes and strides as
+the package's documentation and its own checks ask, and computes the right answer by decoding what it was given: wrong packing
+gives wrong numbers. They are put into sys.modules, or registered as operators, for one test.
+"""
+
+import ast
+import inspect
+import json
+import sys
+import types
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from bitline import types as bt
+
+RECORDS = Path(__file__).with_name("signatures")
+E2M1 = torch.tensor(bt.float4_e2m1.values(), dtype=torch.float64)
+
+
+def record(package):
+    return json.loads((RECORDS / f"{package}.json").read_text())
+
+
+def _default(node):
+    text = ast.unparse(node)
+    return eval(text, {"torch": torch, "dtypes": types.SimpleNamespace(bf16=torch.bfloat16)})
+
+
+def bind(package, name, args, kwargs):
+    """Arguments by name, as the recorded signature takes them; a TypeError where it does not, or not this literal."""
+    spec = ast.parse(f"def f{record(package)['names'][name]}: ...").body[0].args
+    defaults = [inspect.Parameter.empty] * (len(spec.args) - len(spec.defaults)) + [_default(d) for d in spec.defaults]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(a.arg, kind, default=d) for a, d in zip(spec.args, defaults, strict=True)]
+    keyword = [
+        inspect.Parameter(a.arg, inspect.Parameter.KEYWORD_ONLY, default=_default(d) if d else inspect.Parameter.empty)
+        for a, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+    ]
+    bound = inspect.Signature(parameters + keyword).bind(*args, **kwargs)
+    bound.apply_defaults()
+    for a in spec.args:
+        if a.annotation is not None and ast.unparse(a.annotation).startswith("Literal"):
+            allowed = [n.value for n in ast.walk(a.annotation) if isinstance(n, ast.Constant)]
+            assert bound.arguments[a.arg] in allowed, f"{name}: {a.arg} is one of {allowed}"
+    return types.SimpleNamespace(**bound.arguments)
+
+
+@contextmanager
+def module(name, **functions):
+    """A module of that name, its parents too, in sys.modules."""
+    before = dict(sys.modules)
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        sys.modules[".".join(parts[:i])] = types.ModuleType(".".join(parts[:i]))
+        if i > 1:
+            setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], sys.modules[".".join(parts[:i])])
+    for key, function in functions.items():
+        setattr(sys.modules[name], key, function)
+    try:
+        yield
+    finally:
+        for i in range(1, len(parts) + 1):
+            key = ".".join(parts[:i])
+            if key in before:
+                sys.modules[key] = before[key]
+            else:
+                del sys.modules[key]
+
+
+@contextmanager
+def operators(package, namespace, **functions):
+    """torch.ops.<namespace>.<name> with the recorded schemas."""
+    library = torch.library.Library(namespace, "FRAGMENT")
+    try:
+        for name, function in functions.items():
+            library.define(record(package)["names"][name])
+            library.impl(name, function, "CompositeExplicitAutograd")
+        yield
+    finally:
+        library._destroy()
+        for name in functions:
+            if hasattr(getattr(torch.ops, namespace), name):
+                delattr(getattr(torch.ops, namespace), name)
+
+
+# ---- decoding ----------------------------------------------------------------------------------------------------------
+
+
+def e2m1(codes):
+    """uint8 [R, C] to float64 [R, 2 C]."""
+    assert codes.dtype == torch.uint8
+    return E2M1[torch.stack((codes & 15, codes >> 4), -1).long()].flatten(1)
+
+
+def tiles(swizzled, rows, columns):
+    """Scale (r, c) from where CUDA's documentation puts it: uint8 [rows, columns]."""
+    width = -(-columns // 4)
+    assert swizzled.is_contiguous() and swizzled.numel() == -(-rows // 128) * 128 * width * 4
+    r, c = torch.arange(rows)[:, None], torch.arange(columns)[None]
+    at = ((r // 128) * width + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+    return swizzled.reshape(-1).view(torch.uint8)[at]
+
+
+def scaled(values, scales, columns, kind):
+    """Values times the scales of their `columns`."""
+    if kind == "e4m3":
+        numbers = scales.view(torch.float8_e4m3fn).double()
+    else:
+        numbers = torch.where(scales == 255, torch.nan, torch.exp2(scales.double() - 127))
+    return (values.view(values.shape[0], -1, columns) * numbers[..., None]).flatten(1)
+
+
+# ---- FlashInfer --------------------------------------------------------------------------------------------------------
+
+
+def mm_fp4(*args, **kwargs):
+    g = bind("flashinfer", "mm_fp4", args, kwargs)
+    m, half = g.a.shape
+    k, n = 2 * half, g.b.shape[1]
+    size, kind = (16, "e4m3") if g.use_nvfp4 else (32, "e8m0")
+    assert g.a.dtype == g.b.dtype == torch.uint8 and g.a_descale.dtype == g.b_descale.dtype == torch.uint8
+    assert g.a.is_contiguous() and g.b.shape == (half, n) and g.b.stride() == (1, half)
+    assert g.block_size == size and not g.use_8x4_sf_layout and m > 0
+    assert g.use_nvfp4 or g.backend == "cudnn", "only cuDNN has MXFP4"
+    assert g.alpha.dtype == torch.float32 and g.alpha.numel() == 1
+    assert g.out_dtype in ((torch.bfloat16,) if g.backend == "trtllm" else (torch.bfloat16, torch.float16))
+    assert k % 32 == 0 and n % (128 if g.backend == "trtllm" else 32) == 0
+    padded = -(-m // 128) * 128, -(-(k // size) // 4) * 4
+    assert g.a_descale.shape == padded and g.b_descale.shape == (padded[1], -(-n // 128) * 128)
+    w, w_scale = e2m1(g.b.t()), tiles(g.b_descale.t(), n, k // size)
+    if g.backend == "trtllm":  # row `old` of each 32 was put at map[old]
+        at = torch.tensor(record("flashinfer")["names"]["srcToDstBlk32RowMap"])
+        rows = torch.arange(n) // 32 * 32 + at[torch.arange(n) % 32]
+        w, w_scale = w[rows], w_scale[rows]
+    a = scaled(e2m1(g.a), tiles(g.a_descale, m, k // size), size, kind)
+    return (a @ scaled(w, w_scale, size, kind).T * g.alpha.double()).to(g.out_dtype)
+
+
+def mm_mxfp8(*args, **kwargs):
+    g = bind("flashinfer", "mm_mxfp8", args, kwargs)
+    (m, k), n = g.a.shape, g.b.shape[1]
+    assert g.a.dtype == g.b.dtype == torch.float8_e4m3fn and g.a_descale.dtype == g.b_descale.dtype == torch.uint8
+    assert g.a.is_contiguous() and g.b.stride() == (1, k) and n >= 128 and k >= 128 and k % 32 == 0
+    assert g.a_descale.dim() == g.b_descale.dim() == 1 and not g.use_8x4_sf_layout and m % 128 == 0
+    assert g.out_dtype in (torch.bfloat16, torch.float16) and g.out is None
+    a = scaled(g.a.double(), tiles(g.a_descale, m, k // 32), 32, "e8m0")
+    w = scaled(g.b.t().double(), tiles(g.b_descale, n, k // 32), 32, "e8m0")
+    return (a @ w.T).to(g.out_dtype)
+
+
+def flashinfer():
+    """The package's module of products."""
+    return module("flashinfer.gemm", mm_fp4=mm_fp4, mm_mxfp8=mm_mxfp8)
