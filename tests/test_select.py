@@ -282,7 +282,7 @@ def test_a_taken_name(registered):
 def test_unknown_registered_names():
     with pytest.raises(NoKernelError, match="Nobody"):
         registry.unregister_kernel("Nobody")
-    with pytest.raises(NoKernelError, match=r"Nobody.*ReferenceLinearKernel"):
+    with pytest.raises(NoKernelError, match=r"Nobody.*LinearKernel"):
         registry.kernel_by_name("Nobody")
 
 
