@@ -28,6 +28,7 @@ SPECS = {
     "g32 float32 scales": BASE.replace(block=(1, 32), scale_dtype=torch.float32),
     "g64 zero": BASE.replace(weight=types.uint4, zero="int", block=(1, 64)),
     "int8": BASE.replace(weight=types.int8),
+    "int8 wide": BASE.replace(n=28672, weight=types.int8),
     "uint8 zero": BASE.replace(weight=types.uint8, zero="int"),
     "MXFP4": BASE.replace(weight=types.float4_e2m1, block=(1, 32), scale_dtype=torch.float8_e8m0fnu),
     "NVFP4": BASE.replace(weight=types.float4_e2m1, block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(4096, 4096)),

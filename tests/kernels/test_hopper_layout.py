@@ -9,7 +9,7 @@ from bitline import bits, types
 from bitline.kernels.hopper import layout
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
-from bitline.kernels.hopper.tiles import shares, wide_tile
+from bitline.kernels.hopper.tiles import _COSTS, shares, wide_tile
 from bitline.testing.generators import random_weight
 from bitline.types import LinearSpec
 
@@ -213,3 +213,12 @@ def test_every_number_of_rows_has_a_tile():
         for n, k in ((16, 64), (1024, 4096), (13653, 4304), (151936, 4096)):
             tile = wide_tile(m, n, k, 132)
             assert 1 <= tile.p <= 132 and tile.bm + tile.bm2 < max(4 * m, 320)
+
+
+def test_every_tile_fits_shared_memory_with_every_scheme():
+    wide = BASE.replace(k=1024, scale_dtype=torch.float32)
+    specs = [wide.replace(weight=types.uint8, zero="int", block=(1, g)) for g in (16, 32, 64, 1024)] + [BASE]
+    for spec in specs:
+        for tile in _COSTS:
+            fitted = tile.fitted(scheme_of(spec))
+            assert fitted.stages >= 2 and fitted.shared_bytes(scheme_of(spec)) <= 226 * 1024

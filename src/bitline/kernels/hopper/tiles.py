@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from bitline.kernels.hopper.scheme import Scheme
 
+SHARED = 226 * 1024  # bytes that a program may take, less what barriers do
+
 
 class Decode(NamedTuple):
     """Up to 16 rows of x. r: 16-row tiles of W in a program. c: units of a warp's step. registers: a cap, 0 for none."""
@@ -35,6 +37,19 @@ class Wide(NamedTuple):
     sb: bool
     nb: int = 2
     bm2: int = 0
+
+    def shared_bytes(self, scheme: Scheme) -> int:
+        """Shared memory of a program, but for some barriers: the ring of stages, and the tile of y."""
+        entries = ((16 if scheme.wide else 8) + (4 if scheme.zero else 0)) * scheme.fine
+        weights = self.nb * self.mr * 16 * (128 * scheme.width // 4 + entries)
+        return self.stages * self.h * ((self.bm + self.bm2) * 128 + weights) + self.nb * self.mr * self.bm * 128
+
+    def fitted(self, scheme: Scheme) -> Wide:
+        """The same with as many stages as there is room for."""
+        tile = self
+        while tile.shared_bytes(scheme) > SHARED:
+            tile = tile._replace(stages=tile.stages - 1)
+        return tile
 
 
 @functools.lru_cache(maxsize=4096)

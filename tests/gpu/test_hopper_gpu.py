@@ -1,0 +1,105 @@
+"""GluonHopperLinearKernel on an H100 or H200: conformance, every tile, cut tiles on two streams, graphs side by side."""
+
+import pytest
+import torch
+
+from bitline import Platform, QuantLinear, types
+from bitline.kernels.hopper import launch, tiles
+from bitline.kernels.hopper.linear import GluonHopperLinearKernel
+from bitline.kernels.hopper.scheme import scheme_of
+from bitline.testing import check, check_exact
+from bitline.testing.conformance import check_kernel
+from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
+from bitline.types import LinearSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not GluonHopperLinearKernel.is_supported(Platform.detect("cuda")), reason="needs Hopper"
+    ),
+]
+BASE = LinearSpec(200, 520, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
+E2M1 = BASE.replace(n=256, k=1024, weight=types.float4_e2m1)
+E4M3 = BASE.replace(weight=types.float8_e4m3fn, block=(1, 520))
+SPECS = [
+    BASE, BASE.replace(n=512, k=1024, act_dtype=torch.float16, scale_dtype=torch.float16, bias=True),
+    BASE.replace(n=256, k=1024, block=(1, 32)), BASE.replace(block=(1, 16), act_dtype=torch.float16), BASE.replace(n=67, k=129),
+    BASE.replace(n=96, k=768, block=(1, 192)), BASE.replace(block=(1, 520), scale_dtype=torch.float32, act_order=True),
+    BASE.replace(weight=types.uint4, zero="int", block=(1, 64)), BASE.replace(weight=types.int4, bias=True),
+    BASE.replace(weight=types.uint8b128), BASE.replace(weight=types.int8, act_dtype=torch.float16),
+    BASE.replace(weight=types.uint8, zero="int"), BASE.replace(weight=types.uint8, zero="int", act_dtype=torch.float16),
+    E2M1.replace(block=(1, 32), scale_dtype=torch.float8_e8m0fnu),
+    E2M1.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(256, 1024)),
+    E4M3.replace(bias=True), E4M3.replace(act_dtype=torch.float16), E4M3.replace(block=(128, 128), scale_dtype=torch.float32),
+    E4M3.replace(block=(1, 32), scale_dtype=torch.float8_e8m0fnu),
+]  # fmt: skip
+
+
+def packed(weight):
+    return list(GluonHopperLinearKernel.pack(weight).values())
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key)
+def test_conformance(spec):
+    check_kernel(GluonHopperLinearKernel, [spec], device="cuda")
+
+
+@pytest.mark.parametrize("shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} mr{t.mr} {'pdl' if t.pdl else ''}")
+def test_every_tile_whole_and_cut(shape):
+    for spec in (BASE.replace(n=1024, k=2048, bias=True), BASE.replace(weight=types.uint4, zero="int", block=(1, 64))):
+        for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
+            weight = make(spec, 3, "cuda")
+            bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
+            for m in (17, 90, 321):
+                x = given(m, spec, m, "cuda")
+                for programs in (1, 5, 132):
+                    tile = shape._replace(p=programs)
+                    plan = launch._WidePlan(spec, scheme_of(spec), m, bias is not None, 132, tile)
+                    judge(plan(x, packed(weight), bias), x, weight)
+
+
+@pytest.mark.parametrize("m", [1, 3, 4, 5, 8, 9, 16, 17, 24, 33, 65, 97, 129, 200, 257, 300, 1000, 2049])
+def test_rows_on_layers_of_several_shapes(m):
+    for n, k in ((4096, 4096), (1024, 4096), (10240, 2048), (2053, 4304)):
+        spec = BASE.replace(n=n, k=k)
+        for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
+            weight = make(spec, 1, "cuda")
+            x = given(m, spec, m, "cuda")
+            judge(GluonHopperLinearKernel.apply(x, packed(weight), None, spec), x, weight)
+
+
+def test_cut_tiles_on_two_streams_and_in_two_graphs():
+    weight = random_weight(BASE.replace(n=4096, k=4096), 1, "cuda")
+    layer = QuantLinear(weight, kernel="GluonHopperLinearKernel")
+    xs = [inputs(64, layer.spec, seed, "cuda") for seed in (1, 2)]
+    want = [layer(x) for x in xs]
+    streams = [torch.cuda.Stream() for _ in xs]
+    torch.cuda.synchronize()
+    for _ in range(100):
+        found = []
+        for stream, x in zip(streams, xs, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(layer(x))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    graphs = []
+    for x in xs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = [layer(x) for _ in range(10)]
+        graphs.append((graph, out))
+    for _ in range(30):
+        for stream, (graph, _out) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
+
+
+def test_torch_compile_keeps_the_choice_by_rows():
+    layer = QuantLinear(random_weight(BASE.replace(n=512, k=1024), 1, "cuda"), kernel="GluonHopperLinearKernel")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    with torch.inference_mode():
+        for m in (2, 9, 70, 300):
+            x = inputs(m, layer.spec, m, "cuda")
+            assert torch.equal(compiled(x), layer(x))
