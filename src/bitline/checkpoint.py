@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bitline.errors import BitlineError, CheckpointError, OutOfMemoryError
-from bitline.formats.base import LayerRecord, Reader, TensorSource
+from bitline.formats.base import SPARE_BYTES, LayerRecord, Reader, TensorInfo, TensorSource
 from bitline.formats.config import find_quantization
 from bitline.formats.source import PICKLES, SafetensorsSource, pickle_error
 
@@ -115,6 +115,9 @@ class Checkpoint:
                     found=f"quantization {self.format!r}" if reader else "no quantization config",
                     fix="the config belongs to another checkpoint, or a side file such as quantize_config.json is missing",
                 )  # fmt: skip
+        stored = sum(info.nbytes for info in self.source.tensors.values())
+        for record in records:
+            _check_memory(record, self.source.tensors[record.tensors[0]], stored)
         return tuple(_guarded(record, self.path) for record in records)
 
 
@@ -210,6 +213,17 @@ def _find_reader(source: TensorSource) -> Reader | None:
         expected=f"one of {readers}" if known else f"one of {readers} (known, not supported yet: {', '.join(NOT_YET)})",
         fix="convert the model to one of these formats, or register a reader with bitline.register_format",
     )  # fmt: skip
+
+
+def _check_memory(record: LayerRecord, info: TensorInfo, stored: int) -> None:
+    """An error where a layer takes more memory than all that is stored: scales of blocks that its rows cut in pieces."""
+    spec = record.spec
+    for what, nbytes in (("codes", spec.codes_bytes()), ("scales", spec.scale_count() * spec.scale_dtype.itemsize)):
+        if nbytes > stored + SPARE_BYTES:
+            raise CheckpointError(
+                f"a layer's {what} would take more memory than the whole file", file=info.file, tensor=info.name,
+                found=f"{nbytes} bytes for {spec}", expected=f"at most {stored} bytes, which are stored, and 64 MB",
+            )  # fmt: skip
 
 
 def _guarded(record: LayerRecord, path: Path) -> LayerRecord:

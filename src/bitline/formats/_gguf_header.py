@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
+from bitline.formats.base import SPARE_BYTES
 from bitline.formats.gguf_blocks import GGML_TYPES, RETIRED_TYPES, SUPPORTED
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -22,7 +23,6 @@ _MAX_NESTING = 4
 _MAX_NAME = 1024
 _SMALLEST_VALUE = 8 + 4 + 1  # an empty key, a type and one byte
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, a type and an offset
-_SPARE = 64 << 20  # bytes that reading may take beside the file's own
 _DAMAGED = "the file is damaged or was not downloaded to its end: download it again"
 
 
@@ -92,8 +92,8 @@ class _Cursor:
         self.need(count * smallest, what)
         if kind == _STRING:
             return self.texts(count, what)
-        if 8 * count > self.size + _SPARE:  # a list of them is 8 bytes each, and a truth value in the file is one
-            raise self.error(f"{what} is too long", f"{count} values", f"at most {(self.size + _SPARE) // 8}")
+        if 8 * count > self.size + SPARE_BYTES:  # a list of them is 8 bytes each, and a truth value in the file is one
+            raise self.error(f"{what} is too long", f"{count} values", f"at most {(self.size + SPARE_BYTES) // 8}")
         if smallest == 0:
             raise self.error(f"{what} is an array of a type that GGUF does not have", kind, "0..12")
         return [self.value(kind, what, depth + 1) for _ in range(count)]

@@ -17,7 +17,6 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 NUMBER = ((), (1,), (1, 1))  # shapes of a single number
 
-SPARE_BYTES = 64 << 20  # what reading a layer may take beyond what its files hold
 
 Suffix = str | tuple[str, ...]  # what follows the module's name; of several, the first that is there
 
@@ -100,11 +99,6 @@ class Layer:
         name = next((n for n in names if f"{self.base}.{n}" in self.source.tensors), names[0])
         data = self.source.read(f"{self.base}.{name}")
         return data.reshape(shape) if shape else data
-
-    def afford(self, nbytes: int, info: TensorInfo, what: str) -> None:
-        """An error where a part of the weight takes more memory than everything that is stored and 64 MB."""
-        if nbytes > SPARE_BYTES and nbytes > (stored := sum(t.nbytes for t in self.source.tensors.values())) + SPARE_BYTES:
-            raise self.error(info, f"{what} would take more memory than the whole file", f"{nbytes} bytes", f"at most {stored}")
 
     def error(self, info: TensorInfo, what: str, found: object, expected: object, fix: str | None = None) -> CheckpointError:
         """An error about one tensor."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import TensorInfo, TensorSource
+from bitline.formats.base import TensorInfo, TensorSource, check_experts
 
 # What follows a stack's name, and what the same part of a module is called.
 _PARTS = {
@@ -39,6 +39,9 @@ class Stacks:
         self._at: dict[str, tuple[str, int | None, bool]] = {}  # our name to the file's, the expert, and whether to transpose
         self._tensors: dict[str, TensorInfo] = {}
         self.tensors: Mapping[str, TensorInfo] = self._tensors
+        self._modules: dict[str, list[str]] = {}
+        for name in source.tensors:
+            self._modules.setdefault(name.rpartition(".")[0], []).append(name)
         taken: set[str] = set()
         for name, info in source.tensors.items():
             if info.dtype in codes and len(info.shape) == 3 and name not in taken and not name.endswith(tuple(_PARTS)):
@@ -64,12 +67,12 @@ class Stacks:
         base, _, last = name.rpartition(".")
         own = last in _OWN
         if own:
-            siblings = (n for n in self._source.tensors if n.startswith(f"{base}."))
-            parts = {n.removeprefix(f"{base}."): n for n in siblings if n == name or "." not in n.removeprefix(f"{base}.")}
+            parts = {n.removeprefix(f"{base}."): n for n in self._modules[base]}
         else:
             base = name
             parts = {"weight": name, **{s: name + n for n, s in _PARTS.items() if name + n in self._source.tensors}}
         experts = info.shape[0]
+        check_experts(info, experts)
         if not experts or not all(self._fits(s, self._source.tensors[real], experts) for s, real in parts.items()):
             self._tensors[name] = info  # no stack of experts: the reader says what is wrong with it
             return set()

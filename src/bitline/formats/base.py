@@ -14,6 +14,9 @@ from bitline.errors import CheckpointError, WeightError
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
+SPARE_BYTES = 64 << 20  # what reading may take beyond what the files hold
+MOST_EXPERTS = 1 << 14  # in one tensor; models have hundreds
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -72,6 +75,15 @@ class Reader(Protocol):
     def layers(self, source: TensorSource) -> Iterable[LayerRecord]:
         """Every quantized linear layer, checked for shapes and dtypes; the config's contradictions are CheckpointErrors."""
         ...
+
+
+def check_experts(info: TensorInfo, experts: int) -> None:
+    """An error where a stack has more experts than any model: each becomes a layer, however little of the file it is."""
+    if experts > MOST_EXPERTS:
+        raise CheckpointError(
+            "more experts in one tensor than any model has", file=info.file, tensor=info.name, field="shape", found=experts,
+            expected=f"at most {MOST_EXPERTS}",
+        )  # fmt: skip
 
 
 def in_tensor(error: WeightError, info: TensorInfo, fields: Mapping[str, TensorInfo | None] | None = None) -> CheckpointError:

@@ -100,8 +100,6 @@ def _four_bits(source: TensorSource, module: str, kind: str, config: Mapping[str
     size = math.gcd(state.k, state.block)
     spec = LinearSpec(state.n, state.k, scalar, (1, size), scale_dtype=scale_dtype, bias=layer.bias(state.n))
 
-    layer.afford(4 * spec.scale_count(), layer.main, "scales for every part of a row")
-
     def build() -> dict[str, Tensor]:
         table = layer.read("weight.quant_map")
         if not torch.equal(table, torch.tensor(scalar.values())):

@@ -84,7 +84,6 @@ class _Module(Layer):
         block = (n, k) if whole else (1, math.gcd(k, size)) if axis == 1 else (n, 1) if size == n else (1, 1)
         self._scales(1 if whole else n * k // size)
         spec = LinearSpec(n, k, scalar, block, zero="float", bias=self.bias(n))
-        self.afford(4 * spec.scale_count(), self.main, "scales for every part of a row")
         for suffix in _REST:
             self.find(suffix)
 

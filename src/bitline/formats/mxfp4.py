@@ -12,7 +12,7 @@ import torch
 from bitline import types
 from bitline.errors import CheckpointError, WeightError
 from bitline.formats._layer import E8M0, FLOATS
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, in_tensor
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_experts, in_tensor
 from bitline.formats.config import quantization_config
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
@@ -45,6 +45,7 @@ def _experts(source: TensorSource, stack: str, blocks: TensorInfo) -> Iterator[L
     if blocks.dtype != torch.uint8 or len(blocks.shape) != 4 or 0 in blocks.shape or blocks.shape[3] != 16:
         raise _error(blocks, "not a stack of experts", f"{blocks.dtype} {list(blocks.shape)}", "uint8 [experts, N, K / 32, 16]")
     experts, n, groups, _ = blocks.shape
+    check_experts(blocks, experts)
     scales = source.tensors.get(stack + _SCALES)
     if scales is None:
         raise CheckpointError(

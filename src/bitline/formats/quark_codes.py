@@ -76,7 +76,11 @@ def planes(stored: Tensor) -> Tensor:
     Of the three bytes of four codes the first has the high two bits of each, the others the low four, the first code in the
     high bits.
     """
-    parts = stored.reshape(stored.shape[0], -1, 3)
-    high = torch.stack([parts[..., 0] >> shift & 3 for shift in (6, 4, 2, 0)], -1)
-    low = torch.stack([parts[..., 1] >> 4, parts[..., 1] & 15, parts[..., 2] >> 4, parts[..., 2] & 15], -1)
-    return bits.pack((high << 4 | low).flatten(1), 6)
+    out = torch.empty_like(stored, memory_format=torch.contiguous_format)
+    step = bits.rows_per_chunk(2 * stored.shape[1])
+    for r in range(0, stored.shape[0], step):
+        parts = stored[r : r + step].reshape(-1, stored.shape[1] // 3, 3)
+        high = torch.stack([parts[..., 0] >> shift & 3 for shift in (6, 4, 2, 0)], -1)
+        low = torch.stack([parts[..., 1] >> 4, parts[..., 1] & 15, parts[..., 2] >> 4, parts[..., 2] & 15], -1)
+        out[r : r + step] = bits.pack((high << 4 | low).flatten(1), 6)
+    return out

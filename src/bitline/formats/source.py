@@ -268,7 +268,7 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
 def _integers(value: Any) -> TypeGuard[list[int]]:
     if not isinstance(value, list):
         return False
-    for v in value:  # a loop, since a header has a hundred thousand of these lists
+    for v in value:  # noqa: SIM110  (a loop, since a header has a hundred thousand of these lists)
         if type(v) is not int or not 0 <= v < 1 << 63:
             return False
     return True
