@@ -82,7 +82,8 @@ def zero_points(stored: Tensor, grid: tuple[int, int], width: int, dense_by_vers
         return None if int(zero.min()) < 0 or int(zero.max()) >= 2 * half else zero.to(torch.uint8)
     layout = Packed.of(stored.shape[0], width, grid[0], dense_by_version)
     assert layout is not None  # the shape was checked when the layer was found
-    return layout.unpack(stored.t().contiguous(), grid[0]).t().contiguous()
+    words = stored.t().clone(memory_format=torch.contiguous_format)  # contiguous() leaves a column of single words as it is
+    return layout.unpack(words, grid[0]).t().contiguous()
 
 
 def column_order(g_idx: Tensor, group: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
