@@ -26,14 +26,13 @@ class AWQTarget:
     embeddings = False
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size: int | None = None  # of every group once it is settled, 0 for whole rows
 
     def forms(self, spec: LinearSpec) -> list[LinearSpec]:
         """Integers of at most 4 bits with a scale for a group of a row. Tools do not agree how AWQ stores other widths."""
         if not base.is_integer(spec) or spec.weight.bits > 4:
             raise NotExact(f"awq holds 4-bit integers, and these are {spec.weight.name} codes")
-        if spec.act_order or spec.ragged:
-            raise NotExact("its columns are in activation order, which awq does not have")
+        base.no_order(spec, "awq does not have")
         base.no_input_factors(spec, "awq")
         base.no_activations(spec, "awq")
         scalar = types.unsigned(4, symmetric=not base.has_zero(spec))
@@ -43,7 +42,7 @@ class AWQTarget:
         """Symmetric 4-bit integers, in groups of the others' size once it is settled."""
         base.no_activations(spec, "awq")
         form = self._checked(base.rounded_form(spec, (4,)))
-        return form.replace(block=(1, self.size)) if self.size and spec.k % self.size == 0 else form
+        return form if self.size is None else form.replace(block=(1, self.size or form.k))
 
     def _checked(self, form: LinearSpec) -> LinearSpec:
         if form.n % 8:
@@ -53,6 +52,7 @@ class AWQTarget:
     def settle(self, forms: Mapping[str, LinearSpec]) -> tuple[dict[str, LinearSpec], dict[str, NotExact]]:
         """One group size for all: the largest that divides everyone's. A scale is repeated for smaller groups."""
         if all(form.group_size == -1 for form in forms.values()):
+            self.size = 0
             return dict(forms), {}
         whole = math.gcd(*(form.block[1] for form in forms.values()))
         size = max((g for g in GROUPS if whole % g == 0), default=0)
@@ -79,12 +79,11 @@ class AWQTarget:
 
     def config(self, layers: Mapping[str, LinearSpec], original: Original) -> dict[str, Any]:
         """One for all layers; those left alone are named."""
-        rows = all(form.group_size == -1 for form in layers.values())
         heads = [name for name in layers if name.rpartition(".")[2] in HEADS]
         return {
-            "quant_method": "awq", "bits": 4, "group_size": -1 if rows else self.size,
+            "quant_method": "awq", "bits": 4, "group_size": self.size or -1,
             "zero_point": any(base.has_zero(f) for f in layers.values()), "version": "gemm", "lm_head": bool(heads),
-            "modules_to_not_convert": original.plain_linears() or None,
+            "modules_to_not_convert": base.left_alone(layers, original) or None,
         }  # fmt: skip
 
     def files(self, layers: Mapping[str, LinearSpec], original: Original) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from bitline import types
+from bitline.conversion.names import parts_of_others
 from bitline.conversion.original import Original
+from bitline.errors import ConversionError
 from bitline.types import LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
 
@@ -83,6 +85,12 @@ def no_activations(spec: LinearSpec, name: str) -> None:
         )
 
 
+def no_order(spec: LinearSpec, name: str) -> None:
+    """NotExact for a weight whose columns are in another order than its input's."""
+    if spec.act_order or spec.ragged:
+        raise NotExact(f"its columns are in activation order, which {name}")
+
+
 def columns_per_scale(spec: LinearSpec, allowed: tuple[int, ...] = (), whole: bool = False) -> int:
     """Columns of one scale in a target that takes only these sizes, K for all; whole: K must be made of whole groups.
 
@@ -113,8 +121,9 @@ def is_integer(spec: LinearSpec) -> bool:
 
 
 def has_zero(spec: LinearSpec) -> bool:
-    """True for integers with zero points or offsets of their own."""
-    return spec.zero != "none"
+    """True for integers that need zero points: they have some, or offsets, or their one zero is not the middle."""
+    middle = 0 if spec.weight.signed else 1 << (spec.weight.bits - 1)
+    return spec.zero != "none" or spec.weight.bias != middle
 
 
 def rounded_form(spec: LinearSpec, bits: tuple[int, ...], allowed: tuple[int, ...] = (128, 64, 32)) -> LinearSpec:
@@ -155,3 +164,15 @@ def block_of(form: LinearSpec, largest: tuple[int, int]) -> tuple[int, int] | No
         return None
     part = zip(form.block, largest, (form.n, form.k), strict=True)
     return largest if all(have == want or have == size <= want for have, want, size in part) else form.block
+
+
+def left_alone(layers: Mapping[str, LinearSpec], original: Original) -> list[str]:
+    """Modules that keep plain weights, for a config whose readers look for parts of names; a ConversionError where that fails."""
+    alone = original.plain_linears()
+    for name, layer in parts_of_others(alone, layers).items():
+        raise ConversionError(
+            "this format names the layers left alone by parts of their names, and one is part of a quantized layer's",
+            file=original.checkpoint.path, tensor=name, found=f"part of {layer}", expected="names that are no part of others",
+            fix="--to compressed-tensors or gptq names whole modules",
+        )  # fmt: skip
+    return alone

@@ -39,8 +39,7 @@ class CompressedTensorsTarget:
         base.no_input_factors(spec, self.name)
         if spec.act is not None:
             activation_args(spec.act)
-        if spec.act_order or spec.ragged:
-            raise NotExact("its columns are in activation order, which compressed-tensors gave up in release 0.19")
+        base.no_order(spec, "compressed-tensors gave up in release 0.19")
         if base.is_integer(spec):
             return [_integers(spec)]
         if spec.weight.name == "float8_e4m3fn" and (spec.scale_dtype != _E8M0 or spec.block[1] != 32):

@@ -34,6 +34,7 @@ class FP8Target:
         base.no_input_factors(spec, self.name)
         if spec.weight is not _E4M3:
             raise NotExact(f"fp8 holds E4M3 codes, and these are {spec.weight.name}")
+        base.no_order(spec, "fp8 does not have")
         rows, columns = spec.block
         blocks = rows > 1 and spec.block != (spec.n, spec.k)
         if rows == 1 and columns < spec.k:
@@ -91,7 +92,7 @@ class FP8Target:
         return {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static" if self.static else "dynamic",
             "weight_block_size": list(self.block) if self.block[0] else None,
-            **({"scale_fmt": "ue8m0"} if powers else {}), "modules_to_not_convert": original.plain_linears(),
+            **({"scale_fmt": "ue8m0"} if powers else {}), "modules_to_not_convert": base.left_alone(layers, original),
         }  # fmt: skip
 
     def files(self, layers: Mapping[str, LinearSpec], original: Original) -> dict[str, dict[str, Any]]:

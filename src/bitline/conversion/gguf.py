@@ -23,8 +23,7 @@ class GGUFTarget:
 
     def forms(self, spec: LinearSpec) -> list[LinearSpec]:
         """Integers with float16 scales that can be repeated for each 32 columns."""
-        if spec.act_order or spec.ragged:
-            raise NotExact("its columns are in activation order, which gguf does not have")
+        base.no_order(spec, "gguf does not have")
         if not base.is_integer(spec):
             raise NotExact(f"gguf's blocks of 32 hold integers, and these are {spec.weight.name} codes")
         base.no_input_factors(spec, "gguf")

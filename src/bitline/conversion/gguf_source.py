@@ -40,7 +40,9 @@ def gguf_original(checkpoint: Checkpoint) -> Original:
     for name in checkpoint.dense_names():
         target = names.tensor(name)
         if target is None:
-            continue  # llama.cpp's own tables, such as rope_freqs, which transformers computes from the configuration
+            if name.startswith("rope_"):
+                continue  # llama.cpp's own tables, which transformers computes from the configuration
+            raise CheckpointError("a tensor has no place in transformers' model", file=checkpoint.path, tensor=name)
         info = checkpoint.source.tensors[name]
         items.append(Plain(target, info.shape, info.nbytes, functools.partial(_plain, names, checkpoint, name)))
     settings = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}

@@ -69,6 +69,8 @@ class GPTQTarget:
     def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """v1 stores a zero point minus one. It has symmetric layers only, so that nothing is ever borrowed."""
         s, width = weight.spec, weight.spec.weight.bits
+        if s.ragged and weight.scale.shape[1] != s.grid[1]:
+            raise NotExact(f"gptq has one group for {s.block[1]} columns, {s.grid[1]} in all, and this weight has other groups")
         planar = width in PLANAR or (width == 3 and self.format == "gptq_p")
         codes = weight.codes if weight.perm is None else packing.unordered(weight.codes, width, s.k, weight.perm)
         words = packing.planar_words(codes, width, s.k) if planar else packing.column_words(codes, width, s.k)

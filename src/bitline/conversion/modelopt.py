@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,20 +33,21 @@ class ModelOptTarget:
         return [form]
 
     def _form(self, spec: LinearSpec) -> LinearSpec:
-        if spec.act_order or spec.ragged:
-            raise NotExact("its columns are in activation order, which ModelOpt does not have")
+        base.no_order(spec, "ModelOpt does not have")
         if base.is_integer(spec):
             if spec.weight.bits > 4 or base.has_zero(spec) or spec.n % 2:
                 raise NotExact(f"ModelOpt's integers are symmetric, of 4 bits and in pairs of rows, and these are {spec.scheme}")
             form = base.integer_form(spec, types.uint4b8, base.columns_per_scale(spec, whole=True), keep_act=True)
             return form.replace(input_multiplier=spec.input_multiplier)
         base.no_input_factors(spec, "this layout of ModelOpt")
-        if spec.weight.name in ("float8_e4m3fn", "float4_e2m1") and spec.scale_dtype == _E8M0 and spec.block[1] == 32:
-            return spec.replace(block=(1, 32))
-        if spec.weight.name == "float8_e4m3fn":
+        size = {_E8M0: 32, _E4M3: 16}.get(spec.scale_dtype, 0)
+        if size and spec.block[1] == size and spec.k % size == 0:
+            if size == 32 and spec.weight.name in ("float8_e4m3fn", "float4_e2m1"):
+                return spec.replace(block=(1, 32))
+            if size == 16 and spec.weight.name == "float4_e2m1" and spec.scale2_block == (spec.n, spec.k):
+                return spec
+        if spec.weight.name == "float8_e4m3fn" and spec.block[1] != 32:
             return spec.replace(scale_dtype=torch.float32, scale2_block=None)
-        if spec.weight.name == "float4_e2m1" and spec.scale_dtype == _E4M3 and spec.scale2_block == (spec.n, spec.k):
-            return spec
         raise NotExact(f"no algorithm of ModelOpt stores {spec.scheme}")
 
     def fallback(self, spec: LinearSpec) -> LinearSpec:
@@ -114,18 +115,21 @@ def _algorithm(form: LinearSpec) -> tuple[str, int]:
     """The algorithm that stores such a weight for such an input, and its group size, 0 where it has none."""
     rows, columns = form.block
     square = max(rows, columns)
-    whole, row = form.block == (form.n, form.k), rows == 1 and columns == form.k
-    kinds: list[tuple[str, Callable[[], bool], int]] = [
-        ("W4A16_AWQ", lambda: base.is_integer(form), columns),
-        ("MXFP4", lambda: form.weight.bits == 4 and form.scale_dtype == _E8M0, 32),
-        ("NVFP4", lambda: form.weight.bits == 4 and form.act is not None, columns),
-        ("W4A16_NVFP4", lambda: form.weight.bits == 4, columns),
-        ("MXFP8", lambda: form.scale_dtype == _E8M0, 32),
-        ("FP8", lambda: whole, 0),
-        ("FP8_PER_CHANNEL_PER_TOKEN", lambda: row, 0),
-        ("FP8_PB_WO", lambda: rows in (square, form.n) and columns in (square, form.k), square),
-    ]
-    for name, fits, size in kinds:
-        if fits() and Algorithm(name, size).act(columns, calibrated=True) == form.act:
+    fits = {
+        "W4A16_AWQ": columns, "MXFP4": 32, "NVFP4": columns, "W4A16_NVFP4": columns, "MXFP8": 32,
+        "FP8": 0 if form.block == (form.n, form.k) else None,
+        "FP8_PER_CHANNEL_PER_TOKEN": 0 if (rows, columns) == (1, form.k) else None,
+        "FP8_PB_WO": square if rows in (square, form.n) and columns in (square, form.k) else None,
+    }  # fmt: skip
+    for name, size in fits.items():
+        algorithm = Algorithm(name, size or 0)
+        if size is not None and algorithm.kind == _kind(form) and algorithm.act(columns, calibrated=True) == form.act:
             return name, size
     raise NotExact(f"no algorithm of ModelOpt stores {form.scheme}")
+
+
+def _kind(form: LinearSpec) -> str:
+    """How ModelOpt's reader calls the way that a weight is stored."""
+    if base.is_integer(form):
+        return "int4"
+    return f"{'mxfp' if form.scale_dtype == _E8M0 else 'nvfp' if form.weight.bits == 4 else 'fp'}{form.weight.bits}"

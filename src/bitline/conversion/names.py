@@ -43,3 +43,13 @@ def by_value(values: Mapping[str, object]) -> list[tuple[object, list[str]]]:
         else:
             groups.append((value, [name]))
     return sorted(groups, key=lambda group: -len(group[1]))
+
+
+def parts_of_others(alone: Iterable[str], layers: Iterable[str]) -> dict[str, str]:
+    """Names that are part of a layer's name, with that layer: where a list holds parts of names, they would mean it as well."""
+    text = "\n".join(layers)
+    found = {}
+    for name in alone:
+        if (at := text.find(name)) >= 0:
+            found[name] = text[text.rfind("\n", 0, at) + 1 :].partition("\n")[0]
+    return found

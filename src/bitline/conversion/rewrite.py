@@ -159,9 +159,9 @@ def narrowed(values: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
 
 def _regroup(grid: Tensor, source: LinearSpec, form: LinearSpec) -> Tensor:
     """A grid of scales or zero points, each repeated for the smaller blocks of the form that lie within its own."""
-    if form.ragged or source.block == form.block:
+    if source.block == form.block:
         return grid
-    for dim in (0, 1):
+    for dim in (0,) if form.ragged else (0, 1):
         old, new, size = source.block[dim], form.block[dim], (source.n, source.k)[dim]
         if old < size and old % new:
             raise NotExact(f"scale blocks {source.block} cannot be cut into blocks {form.block}")

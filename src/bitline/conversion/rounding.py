@@ -11,7 +11,7 @@ from bitline.conversion.base import NotExact
 from bitline.conversion.rewrite import rewrite
 from bitline.errors import InputError
 from bitline.rounding import quantize
-from bitline.types import LinearSpec
+from bitline.types import LinearSpec, dtype_name
 from bitline.weight import QuantizedWeight
 
 
@@ -24,26 +24,32 @@ def values_of(weight: QuantizedWeight) -> Tensor:
 def rounded(weight: QuantizedWeight, form: LinearSpec, dtypes: tuple[torch.dtype, ...]) -> QuantizedWeight:
     """The weight dequantized and quantized again by rounding to nearest, in `form`, with scales of one of `dtypes`.
 
-    Scales are computed in float32 and then rounded to the first dtype that keeps at least 8 bits of each.
+    Scales are computed in float32 and then rounded, which is the smaller error by far.
     """
     scheme, group = _scheme(form)
     try:
         new = quantize(values_of(weight), scheme, group, bias=weight.bias)
     except InputError as error:
         raise NotExact(f"it cannot be rounded: {error.what}, {error.found}") from error
-    scale = new.scale
-    for dtype in dtypes:
-        if scale.dtype.itemsize > 1 and not new.spec.scale2_block:
-            narrow = scale.to(dtype)
-            if bool(((narrow.float() - scale).abs() <= scale.abs() * 2.0**-8).all()):
-                new = dataclasses.replace(new, spec=new.spec.replace(scale_dtype=dtype), scale=narrow)
-                break
+    scale = _narrow(new.scale, dtypes)
+    new = dataclasses.replace(new, spec=new.spec.replace(scale_dtype=scale.dtype), scale=scale)
     act = form.act is not None
     plain = dataclasses.replace(
         new, spec=new.spec.replace(act=form.act, act_dtype=weight.spec.act_dtype), origin=weight.origin,
         input_scale=weight.input_scale if act else None, input_zero=weight.input_zero if act else None,
     )  # fmt: skip
-    return rewrite(plain, form, (plain.spec.scale_dtype, *dtypes))
+    return rewrite(plain, form, (scale.dtype,))
+
+
+def _narrow(scale: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """Float32 scales rounded to the first dtype that keeps 8 bits of each, else to the first in which none is 0 or infinite."""
+    narrow = [scale.to(dtype) for dtype in dtypes]
+    close = (n for n in narrow if bool(((n.float() - scale).abs() <= scale.abs() * 2.0**-8).all()))
+    there = (n for n in narrow if bool((n.isfinite() & ((n != 0) | (scale == 0))).all()))
+    found = next(close, next(there, None))
+    if found is None:
+        raise NotExact(f"it cannot be rounded: its scales are beyond {dtype_name(dtypes[0])}")
+    return found
 
 
 def _scheme(form: LinearSpec) -> tuple[str, int | None]:

@@ -138,6 +138,8 @@ class _Conversion:
             plan.plain = True
             return plan
         try:
+            if spec.block_offset != (0, 0):
+                raise NotExact("it is a part of a weight, whose first scale block is cut")
             plan.forms = self.target.forms(spec)
         except NotExact as error:
             self._give_way(plan, error)
@@ -148,7 +150,7 @@ class _Conversion:
         plan.forms = []
         if self.lossy:
             try:
-                plan.fallback = self.target.fallback(plan.spec)
+                plan.fallback = self.target.fallback(plan.spec.replace(block_offset=(0, 0)))
                 return
             except NotExact as other:
                 error = other
@@ -194,13 +196,15 @@ class _Conversion:
 
     def _can_round(self, refused: dict[str, NotExact]) -> bool:
         try:
-            return all(self.target.fallback(self.plans[name].spec) is not None for name in refused)
+            return all(self.target.fallback(self.plans[name].spec.replace(block_offset=(0, 0))) is not None for name in refused)
         except NotExact:
             return False
 
     def _others(self, names: list[str]) -> list[str]:
         """Other formats that hold these layers, by trying."""
-        out = []
+        out: list[str] = []
+        if any(self.plans[name].spec.block_offset != (0, 0) for name in names):
+            return out
         for to, kind in TARGETS.items():
             if to == self.to or (to == "gguf" and self.original.checkpoint.is_gguf):
                 continue
