@@ -206,6 +206,8 @@ def test_trivial_and_real_activation_orders(tmp_path):
     report = inspect_report(gptq(tmp_path, [gptq_layer(base, g_idx=g) for base, g in orders.items()], desc_act=True))
     assert {k["columns"]: k["layers"] for k in report["kinds"]} == {"trivial": 2, "act-order": 1, "ragged": 1}
     found = {o["what"].partition(" ")[0] + o["what"][5:14]: (o["level"], o["layers"], o["example"]) for o in report["oddities"]}
+    (said,) = [found.pop(name) for name in list(found) if not name.startswith("g_idx")]
+    assert said == ("odd", 3, "a")  # the config says desc_act, and the order of three layers is their own
     assert found == {
         "g_idx is trivi": ("note", 2, "a"), "g_idx is an ac": ("note", 1, "c"), "g_idx makes gr": ("note", 1, "d"),
     }  # fmt: skip
@@ -224,7 +226,8 @@ def test_zero_points_that_no_version_stores(tmp_path):
     layers = [gptq_layer(base, zero=zero) for base, zero in (("a", 7), ("b", 8), ("c", 3), ("d", 4))]
     report = inspect_report(gptq(tmp_path, layers))
     odd_ones = [o for o in report["oddities"] if "qzeros" in o["what"] and "not used" in o["what"]]
-    assert [(o["layers"], o["example"]) for o in odd_ones] == [(2, "c")] and "hold 3" in odd_ones[0]["what"]
+    assert [(o["layers"], o["example"]) for o in odd_ones] == [(1, "b"), (2, "c")]
+    assert "v2" in odd_ones[0]["what"] and "hold 3" in odd_ones[1]["what"]
 
 
 def test_a_list_of_layers_left_alone_that_the_tensors_contradict(tmp_path):
