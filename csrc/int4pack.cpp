@@ -1,9 +1,11 @@
 #include "int4pack.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "bitstream.h"
 #include "parallel.h"
+#include "words.h"
 
 namespace bitline {
 namespace {
@@ -12,21 +14,6 @@ const Int4PackTable& table() {
   static constexpr const Int4PackTable* tables[kLevels] = {&portable::int4pack, BITLINE_AVX2_TABLE(&avx2::int4pack), nullptr,
                                                            nullptr};
   return pick(tables);
-}
-
-// To bfloat16, to nearest and even.
-uint32_t rounded(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  if (x != x) return 0x7FC0;
-  return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-}
-
-float widened(uint32_t half) {
-  const uint32_t bits = half << 16;
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
 }
 
 }  // namespace
@@ -55,6 +42,7 @@ BITLINE_EXPORT void bitline_int4pack(const uint8_t* src, int64_t stride, int64_t
       for (int64_t r = 0; r < rows; ++r) {
         const uint8_t* from = src + (first + r) * stride + at / 8 * width;
         uint8_t* to = nibbles[0] + r * (kChunk / 2);
+        for (int64_t next = kChunk * width / 8; next < kChunk * width / 4; next += 64) __builtin_prefetch(from + next, 0, 2);
         if (as_it_is && count % 2 == 0) {
           memcpy(to, from, size_t(count / 2));
           if (flip != 0)
@@ -79,32 +67,31 @@ BITLINE_EXPORT void bitline_int4pack(const uint8_t* src, int64_t stride, int64_t
 // Scales of that layout, dst bfloat16 [planes * columns, n_pad, 2]: s = scale * step rounded, and what is added, z = s * (center -
 // zero), or exact * (step * center) + offset. scale, zero, offset: [rows, groups] float32, uint8 or null, float32 or null. Row i
 // uses the scales of row (i + row_offset) / row_block, column j those of group pick[j]. With two planes the first one's are
-// 16 s and 8 s.
-BITLINE_EXPORT void bitline_int4pack_scales(const float* scale, const uint8_t* zero, const float* offset, int64_t groups, int64_t n,
+// 16 s and 8 s. Rows past n are left as they are. Returns 0, or -2 where there is no memory.
+BITLINE_EXPORT int bitline_int4pack_scales(const float* scale, const uint8_t* zero, const float* offset, int64_t groups, int64_t n,
                                             int64_t n_pad, int64_t row_block, int64_t row_offset, const int64_t* pick,
-                                            int64_t columns, double step, int center, int planes, uint16_t* dst) {
-  const float by = float(step), middle = float(step * center);
-  parallel_ranges(n_pad, 64, [&](int64_t begin, int64_t end) {
-    for (int64_t j = 0; j < columns; ++j) {
-      for (int64_t i = begin; i < end; ++i) {
-        uint32_t first = 0, second = 0, high_first = 0, high_second = 0;
-        if (i < n) {
-          const int64_t cell = (i + row_offset) / row_block * groups + pick[j];
-          first = rounded(scale[cell] * by);
-          const float s = widened(first);
-          const float z = offset != nullptr ? scale[cell] * middle + offset[cell]
-                          : zero != nullptr ? s * (float(center) - float(zero[cell]))
-                                            : s * float(center);
-          second = rounded(z);
-          high_first = rounded(16 * s), high_second = rounded(8 * s);
-        }
-        uint16_t* to = dst + 2 * (((planes - 1) * columns + j) * n_pad + i);
-        to[0] = uint16_t(first), to[1] = uint16_t(second);
-        if (planes == 2) {
-          to = dst + 2 * (j * n_pad + i);
-          to[0] = uint16_t(high_first), to[1] = uint16_t(high_second);
-        }
-      }
+                                            int64_t columns, double step, int center, int planes, uint32_t* dst) {
+  const Int4PackTable& f = table();
+  const auto transpose = words().transpose;
+  const ScaleRow row{float(step), float(step * center), float(center), pick, columns};
+  constexpr int64_t kRows = 64;
+  int failed = 0;
+  parallel_ranges(n, kRows, [&](int64_t begin, int64_t end) {
+    const int64_t count = end - begin;
+    uint32_t* pairs = static_cast<uint32_t*>(malloc(size_t(2 * count * columns) * 4));
+    if (pairs == nullptr) {
+      __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);
+      return;
     }
+    uint32_t* high = pairs + count * columns;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t at = (begin + i + row_offset) / row_block * groups;
+      f.scales(row, scale + at, zero == nullptr ? nullptr : zero + at, offset == nullptr ? nullptr : offset + at, pairs + i * columns,
+               planes == 2 ? high + i * columns : nullptr);
+    }
+    transpose(pairs, columns, count, columns, dst + (planes - 1) * columns * n_pad + begin, n_pad);
+    if (planes == 2) transpose(high, columns, count, columns, dst + begin, n_pad);
+    free(pairs);
   });
+  return failed;
 }

@@ -14,6 +14,13 @@ struct NibbleLayout {
 constexpr int64_t kChunk = 256;  // codes of a row that are laid out at a time
 constexpr int kMostRows4 = 64;
 
+// How scales become (s, z): see bitline_int4pack_scales.
+struct ScaleRow {
+  float step, middle, center;
+  const int64_t* pick;
+  int64_t columns;
+};
+
 struct Int4PackTable {
   // rows [block][kChunk / 2]: nibbles of each row, even columns low; to dst [codes][block / 2]. codes: a multiple of 32.
   void (*lay)(const uint8_t* rows, int64_t codes, const NibbleLayout& layout, uint8_t* dst);
@@ -21,6 +28,9 @@ struct Int4PackTable {
   void (*change)(uint8_t* codes, int64_t n, uint8_t flip, uint8_t add, const uint8_t* table);
   // Pairs of bytes to nibbles: bits [shift, shift + 4) of each.
   void (*nibbles)(const uint8_t* codes, int64_t n, int shift, uint8_t* dst);
+  // One row's scales as pairs of bfloat16, s in the low half; `high` (16 s, 8 s) may be null, as may zero and offset.
+  void (*scales)(const ScaleRow& row, const float* scale, const uint8_t* zero, const float* offset, uint32_t* pairs,
+                 uint32_t* high);
 };
 
 namespace portable { extern const Int4PackTable int4pack; }

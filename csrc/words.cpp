@@ -6,16 +6,17 @@
 #include "parallel.h"
 
 namespace bitline {
-namespace {
 
-// Columns of one task: a few cache lines of each row, so that memory is read in runs.
-constexpr int64_t kSlab = 128;
-
-const WordsTable& table() {
+const WordsTable& words() {
   static constexpr const WordsTable* tables[kLevels] = {&portable::words, BITLINE_AVX2_TABLE(&avx2::words),
                                                         BITLINE_AVX512_TABLE(&avx512::words), nullptr};
   return pick(tables);
 }
+
+namespace {
+
+// Columns of one task: a few cache lines of each row, so that memory is read in runs.
+constexpr int64_t kSlab = 128;
 
 }  // namespace
 }  // namespace bitline
@@ -25,7 +26,7 @@ using namespace bitline;
 // dst [columns, rows] = the transpose of src [rows, columns], words of 32 bits; strides in words.
 BITLINE_EXPORT void bitline_transpose_words(const uint32_t* src, int64_t stride, int64_t rows, int64_t columns, uint32_t* dst,
                                             int64_t dst_stride) {
-  const WordsTable& f = table();
+  const WordsTable& f = bitline::words();
   parallel_ranges(columns, kSlab, [&](int64_t begin, int64_t end) {
     f.transpose(src + begin, stride, rows, end - begin, dst + begin * dst_stride, dst_stride);
   });
@@ -34,7 +35,7 @@ BITLINE_EXPORT void bitline_transpose_words(const uint32_t* src, int64_t stride,
 // AWQ's 4-bit words src [k, columns] to rows of 8 codes a word, dst [8 * columns, ceil(k / 8)]; bits past k are zero.
 BITLINE_EXPORT void bitline_awq_codes(const uint32_t* src, int64_t stride, int64_t k, int64_t columns, uint32_t* dst,
                                       int64_t dst_stride) {
-  const WordsTable& f = table();
+  const WordsTable& f = bitline::words();
   parallel_ranges(columns, kSlab / 2, [&](int64_t begin, int64_t end) {
     f.awq(src + begin, stride, k, end - begin, dst + 8 * begin * dst_stride, dst_stride);
   });
@@ -51,7 +52,7 @@ BITLINE_EXPORT int bitline_ordered_words(const uint32_t* src, int64_t stride, co
     const int from = perm[j] % per, to = int(j % per);
     fields[j] = {perm[j] / per, uint32_t((to - from + per) % per * width)};
   }
-  const WordsTable& f = table();
+  const WordsTable& f = bitline::words();
   // Every word of a task's columns is read `per` times in no order. They are copied side by side into a part that a core's own
   // cache holds: where rows lie a power of two apart, they would otherwise push each other out of it.
   const int64_t words = k / per;

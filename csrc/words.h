@@ -26,4 +26,6 @@ namespace portable { extern const WordsTable words; }
 BITLINE_AVX2(namespace avx2 { extern const WordsTable words; })
 BITLINE_AVX512(namespace avx512 { extern const WordsTable words; })
 
+const WordsTable& words();
+
 }  // namespace bitline

@@ -76,8 +76,39 @@ void nibbles(const uint8_t* codes, int64_t n, int shift, uint8_t* dst) {
   for (int64_t i = 0; i < n / 2; ++i) dst[i] = uint8_t((codes[2 * i] >> shift & 15) | (codes[2 * i + 1] >> shift & 15) << 4);
 }
 
+// To bfloat16, to nearest and even, in the low half.
+inline uint32_t rounded(float x) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
+  return x != x ? 0x7FC0 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+
+inline float widened(uint32_t half) { return __builtin_bit_cast(float, half << 16); }
+
+template <class Added>
+void fill(const ScaleRow& row, const float* scale, uint32_t* pairs, uint32_t* high, const Added& added) {
+  for (int64_t j = 0; j < row.columns; ++j) {
+    const int64_t g = row.pick[j];
+    const uint32_t s = rounded(scale[g] * row.step);
+    pairs[j] = s | rounded(added(g, widened(s))) << 16;
+  }
+  if (high == nullptr) return;
+  for (int64_t j = 0; j < row.columns; ++j) {
+    const float s = widened(pairs[j] & 0xFFFF);
+    high[j] = rounded(16 * s) | rounded(8 * s) << 16;
+  }
+}
+
+void scales(const ScaleRow& row, const float* scale, const uint8_t* zero, const float* offset, uint32_t* pairs, uint32_t* high) {
+  if (offset != nullptr)
+    fill(row, scale, pairs, high, [&](int64_t g, float) { return scale[g] * row.middle + offset[g]; });
+  else if (zero != nullptr)
+    fill(row, scale, pairs, high, [&](int64_t g, float s) { return s * (row.center - float(zero[g])); });
+  else
+    fill(row, scale, pairs, high, [&](int64_t, float s) { return s * row.center; });
+}
+
 }  // namespace
 
-extern const Int4PackTable int4pack = {lay, change, nibbles};
+extern const Int4PackTable int4pack = {lay, change, nibbles, scales};
 
 }  // namespace bitline::BITLINE_LEVEL

@@ -203,11 +203,13 @@ def _pack_natively(weight: QuantizedWeight, nibbles: Nibbles, codes: Tensor, sca
     exact, offsets, pick = weight.scales().contiguous(), weight.offsets(), weight.column_groups()[::g].contiguous()
     zero = None if weight.zero is None else weight.zero.contiguous()
     offsets = None if offsets is None else offsets.contiguous()
-    core.int4pack_scales(
+    failed = core.int4pack_scales(
         exact.data_ptr(), None if zero is None else zero.data_ptr(), None if offsets is None else offsets.data_ptr(),
         exact.shape[1], n, codes.shape[0], spec.block[0], spec.block_offset[0], pick.data_ptr(), len(pick), nibbles.step,
         nibbles.center, planes, scales.data_ptr(),
     )  # fmt: skip
+    if failed:
+        raise MemoryError("no memory to pack scales in")
     return True
 
 
