@@ -87,7 +87,8 @@ def test_symmetric_ignores_what_qzeros_hold(stored, tmp_path):
     if stored is None:
         del tensors["qzeros"]
     layer = one(tmp_path, config(sym=True), tensors)
-    assert (layer.spec.weight.name, layer.spec.zero, layer.oddities) == ("uint4b8", "none", ())
+    assert (layer.spec.weight.name, layer.spec.zero) == ("uint4b8", "none")
+    assert ["stored as gptq_v2 stores them" in oddity for oddity in layer.oddities] == [True] * (stored == 8)
     assert torch.equal(layer.weight().dequantize(), values(codes, middle(4), scales, [k // G for k in range(K)]))
 
 
@@ -274,7 +275,7 @@ def test_tensors_that_do_not_fit_are_named(damage, tensor, tmp_path):
     tensors = gptq(*random_layer(K, N, 3, 4), 4, groups=[k // G for k in range(K)])
     damage(tensors)
     with pytest.raises(CheckpointError) as caught:
-        one(tmp_path, config(), tensors)
+        one(tmp_path, config(), tensors).weight()
     assert caught.value.tensor == f"m.proj.{tensor}"
     assert caught.value.file and caught.value.found and (caught.value.expected or caught.value.fix)
 
@@ -302,3 +303,23 @@ def test_another_familys_tensors_are_told_apart(tmp_path):
     conf = config() | {"quant_method": "awq", "zero_point": True}
     with pytest.raises(CheckpointError, match="GPTQ packs along K"):
         one(tmp_path, conf, gptq(*random_layer(K, N, 3, 4), 4))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("order", [False, True])
+def test_columns_that_do_not_fill_their_words(width, order, tmp_path):
+    k, g = 100, 32
+    codes, zeros, scales = random_layer(k, N, 4, width)
+    groups = [(i * 37 % k if order else i) // g for i in range(k)]
+    full = 32 if 32 % width else 32 // width
+    padded = codes + [[0] * N] * (-k % full)
+    tensors = gptq(padded, zeros, scales, width, groups=groups)
+    layer = one(tmp_path / "a", config(bits=width, desc_act=order, checkpoint_format="gptq_v2"), tensors)
+    assert layer.spec.k == k and layer.weight().spec == layer.spec
+    assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, groups))
+
+
+def test_an_order_that_is_none_is_odd_where_the_config_announces_one(tmp_path):
+    tensors = gptq(*random_layer(K, N, 3, 4), 4, groups=[k // G for k in range(K)])
+    assert "g_idx has the columns in order" in one(tmp_path / "a", config(desc_act=True), tensors).oddities[0]
+    assert one(tmp_path / "b", config(desc_act=False), tensors).oddities == ()

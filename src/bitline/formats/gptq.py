@@ -96,11 +96,13 @@ def _record(m: IntModule, layout: Layout) -> LayerRecord:
         perm, groups = _order(m, g_idx, k, block[1])
         if perm is not None and not m.settings.act_order:
             m.oddities.append("g_idx holds an activation order that the config does not mention")
+        elif perm is None and m.settings.act_order and m.groups > 1:
+            m.oddities.append("the config says desc_act, but g_idx has the columns in order")
     elif m.settings.act_order and m.groups > 1:
         m.oddities.append("the config says desc_act, but there is no g_idx: columns are taken in order")
     symmetric, planar = m.settings.symmetric, m.width in layout.planar
     if symmetric:
-        _note_zeros(m, planar)
+        _note_zeros(m, layout, planar)
     elif m.qzeros is None:
         m.need("qzeros", (torch.int32,))
     spec = LinearSpec(
@@ -110,11 +112,14 @@ def _record(m: IntModule, layout: Layout) -> LayerRecord:
 
     def read() -> dict[str, Tensor | None]:
         words = m.read("qweight")
+        if g_idx is not None:
+            _check_padding(m, words, k, planar)
         if perm is not None and not planar:
             codes = _words.ordered_words(words, m.width, perm)
         else:
             codes = _words.planar_codes(words, m.width, k) if planar else _words.transpose_words(words)
             codes = codes if perm is None else bits.take(codes, m.width, k, perm.long())
+        codes = codes[:, : bits.row_bytes(k, m.width)]
         zero = None if symmetric else _zeros(m.read("qzeros"), m.width, m.n, layout, planar)
         return {"codes": codes, "zero": zero, "perm": perm, "group_index": groups}
 
@@ -135,12 +140,27 @@ def _shape(m: IntModule) -> tuple[int, tuple[int, int]]:
         raise m.error(m.main, f"qweight's rows do not hold whole blocks of {m.width}-bit codes", rows, f"a multiple of {whole}")
     k = rows * 32 // m.width
     index = m.source.tensors.get(f"{m.base}.g_idx")
+    if index is not None and len(index.shape) == 1 and -(-index.shape[0] * m.width // (32 * whole)) * whole == rows:
+        k = index.shape[0]  # the last word, or block of words, is padded
     if index is not None and (index.shape != (k,) or index.dtype not in (torch.int32, torch.int64)):
         raise m.error(
             index, "g_idx does not fit qweight", f"{index.dtype} {list(index.shape)}",
             f"int32 [{k}]: {rows} words of {m.width}-bit codes, as bits = {m.width} in {m.config_file.name} means",
         )  # fmt: skip
     return k, m.block(k)
+
+
+def _check_padding(m: IntModule, words: Tensor, k: int, planar: bool) -> None:
+    """Codes past the last column, of words that K does not fill, are zeros: others would be columns that g_idx lacks."""
+    whole = m.width if 32 % m.width else 1
+    before = (words.shape[0] - whole) * 32 // m.width
+    count = whole * 32 // m.width
+    if k < before + count:
+        rows = words[-whole:].t().clone(memory_format=torch.contiguous_format)  # a view of one row counts as contiguous
+        last = _words.unpack_words(rows, m.width, count, planar=planar)
+        if bool(last[:, k - before :].any()):
+            info = m.need("g_idx")
+            raise m.error(info, "g_idx does not fit qweight", f"{k} columns", f"{before + count}, which are not zeros")
 
 
 def _order(m: IntModule, info: TensorInfo, k: int, size: int) -> tuple[Tensor | None, Tensor | None]:
@@ -150,13 +170,18 @@ def _order(m: IntModule, info: TensorInfo, k: int, size: int) -> tuple[Tensor | 
         raise m.error(info, "g_idx names a group that does not exist", error, f"0..{m.groups - 1}") from error
 
 
-def _note_zeros(m: IntModule, planar: bool) -> None:
+def _note_zeros(m: IntModule, layout: Layout, planar: bool) -> None:
     """A symmetric weight's qzeros are not used. Where their first row is not what anyone stores, the user should know."""
     if m.qzeros is None:
         return
     row = _words.unpack_words(m.source.read(m.qzeros.name, rows=1), m.width, m.n, planar=planar)
     low, high, middle = int(row.min()), int(row.max()), 1 << (m.width - 1)
-    if low != high or low not in (middle, middle - 1):
+    if low == high == middle - (not layout.minus_one):
+        m.oddities.append(
+            f"qzeros, which are not used where sym is true, hold {low}: they are stored as "
+            f"{'gptq_v2' if layout.minus_one else 'gptq (v1)'} stores them, and labelled {layout.label}"
+        )
+    elif low != high or low not in (middle, middle - 1):
         found = low if low == high else f"{low} to {high}"
         m.oddities.append(f"sym is true, so the zero point is {middle}; qzeros, which are not used, hold {found}")
 
