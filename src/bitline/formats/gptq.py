@@ -114,7 +114,7 @@ def _record(m: IntModule, layout: Layout) -> LayerRecord:
         words = m.read("qweight")
         if g_idx is not None:
             _check_padding(m, words, k, planar)
-        if perm is not None and not planar:
+        if perm is not None and not planar and k * m.width == 32 * words.shape[0]:
             codes = _words.ordered_words(words, m.width, perm)
         else:
             codes = _words.planar_codes(words, m.width, k) if planar else _words.transpose_words(words)
