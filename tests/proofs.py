@@ -18,6 +18,8 @@ _SCALED = "tests/kernels/test_triton_scaled_mm.py::"
 _ZEN = "tests/providers/inside_zentorch.py::"
 _FLASHINFER = "tests/providers/test_flashinfer.py::test_computes_what_the_spec_says"
 _MICRO = "tests/kernels/test_torch_micro.py::test_computes_what_the_spec_says"
+_GPUS = "tests/providers/test_gpu_providers.py::"
+_XPU = "tests/providers/test_xpu.py::"
 
 PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "ReferenceLinearKernel": [
@@ -47,7 +49,10 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
         ("cpu", INTERPRETED, _SCALED + "test_fp8_blocks"), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
         ("cuda", H200, _GPU + "test_block_conformance"),
     ],
-    "GluonHopperLinearKernel": [("cuda", COMPILED, "tests/kernels/test_hopper_compile.py::test_compiles")],
+    "GluonHopperLinearKernel": [
+        ("cuda", COMPILED, "tests/kernels/test_hopper_compile.py::test_compiles"),
+        ("cuda", H200, "tests/gpu/test_hopper_gpu.py::test_conformance"),
+    ],
     "PerTensorTorchFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
     "RowWiseTorchFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
     "ChannelWiseTorchFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
@@ -55,6 +60,17 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "CutlassInt8ScaledMMLinearKernel": [("cuda", H200, _GPU + "test_int8_conformance")],
     "CutlassFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
     "CutlassFp8BlockScaledMMKernel": [("cuda", H200, _GPU + "test_block_conformance")],
+    "MarlinNvFp4LinearKernel": [("cuda", COMPILED, "tests/kernels/test_hopper_compile.py::test_compiles")],
+    "MarlinMxFp4LinearKernel": [("cuda", COMPILED, "tests/kernels/test_hopper_compile.py::test_compiles")],
+    "MarlinMxfp8LinearKernel": [("cuda", COMPILED, "tests/kernels/test_hopper_compile.py::test_compiles")],
+    "RDNA3W4A16LinearKernel": [("cpu", INTERPRETED, _W4), ("rocm", COMPILED, _COMPILE)],
+    "DeepGemmFp8BlockScaledMMKernel": [("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": [("cuda", CONTRACT, _GPUS + "test_one_weight_two_kernels")],
+    "FbgemmNvFp4LinearKernel": [("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
+    "AiterInt8ScaledMMLinearKernel": [("rocm", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
+    "XPUwNa16LinearKernel": [("xpu", CONTRACT, _XPU + "test_computes_what_the_spec_says")],
+    "XPUMxFp8LinearKernel": [("xpu", CONTRACT, _XPU + "test_computes_what_the_spec_says")],
+    "XPUW4A8IntLinearKernel": [("xpu", CONTRACT, _XPU + "test_w4a8_is_right_to_half_precision")],
     "CutlassNvFp4LinearKernel": [("cuda", TORCH, _MICRO)],
     "TorchMxfp8LinearKernel": [("cuda", TORCH, _MICRO)],
     "FlashInferCutlassNvFp4LinearKernel": [("cuda", CONTRACT, _FLASHINFER)],

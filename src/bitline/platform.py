@@ -29,7 +29,8 @@ PACKAGES = {
     "flashinfer": "flashinfer-python",
     "deep_gemm": "deep-gemm",
     "mslk": "mslk",
-    "aiter": "aiter",
+    "fbgemm_gpu": "fbgemm-gpu-genai",
+    "aiter": "amd-aiter",
     "humming": "humming-kernels",
     "vllm_xpu_kernels": "vllm-xpu-kernels",
 }

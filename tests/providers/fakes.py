@@ -155,3 +155,136 @@ def mm_mxfp8(*args, **kwargs):
 def flashinfer():
     """The package's module of products."""
     return module("flashinfer.gemm", mm_fp4=mm_fp4, mm_mxfp8=mm_mxfp8)
+
+
+# ---- vllm-xpu-kernels --------------------------------------------------------------------------------------------------
+
+
+def nibbles(words):
+    """int32 [R, C] to codes int64 [R, 8 C], the first in the low bits."""
+    assert words.dtype == torch.int32
+    return ((words.long()[..., None] >> (4 * torch.arange(8))) & 15).flatten(1)
+
+
+def int4_weight(b, scale, zero, size):
+    """The weight [N, K] of a transposed view [K / 8, N] of words, float64."""
+    assert b.stride(0) == 1 and scale.is_contiguous() and zero.is_contiguous() and b.shape[1] % 8 == 0
+    k, n = 8 * b.shape[0], b.shape[1]
+    assert scale.shape == (k // size, n) and k % size == 0
+    if zero.dim() == 1:
+        assert zero.dtype == torch.int8 and zero.numel() == 1
+        zeros = zero.long().expand(k // size, n)
+    else:
+        zeros = nibbles(zero)
+        assert zeros.shape == scale.shape
+    spread = lambda t: t.double().T.repeat_interleave(size, 1)
+    return (nibbles(b.t()) - spread(zeros)) * spread(scale)
+
+
+def int4_gemm_w4a16(A, B, bias, B_scale, B_zp, group_size, g_idx):
+    assert A.dtype in (torch.float16, torch.bfloat16) and B_scale.dtype == A.dtype and g_idx is None
+    y = A.double() @ int4_weight(B, B_scale, B_zp, group_size).T
+    return (y if bias is None else y + bias.double()).to(A.dtype)
+
+
+def int4_gemm_w4a8(A_, A_scale, A_zp, B, B_scale, B_zp, group_size, g_idx, bias):
+    m = A_.shape[0]
+    assert A_.dtype == torch.int8 and A_scale.dtype == torch.float16 and A_zp.dtype == torch.int32 and g_idx is None
+    assert A_scale.shape == A_zp.shape == (m, 1) and (bias is None or bias.dtype == torch.float16)
+    a = (A_.double() - A_zp) * A_scale.double()
+    y = a @ int4_weight(B, B_scale, B_zp, group_size).T
+    return (y if bias is None else y + bias.double()).half()
+
+
+def fp8_gemm(A, B, out_dtype, A_scale_, B_scale_, bias_):
+    (m, k), n = A.shape, B.shape[1]
+    assert A.dtype == B.dtype == torch.float8_e4m3fn and A_scale_.dtype == B_scale_.dtype == torch.float8_e8m0fnu
+    assert A_scale_.is_contiguous() and B_scale_.is_contiguous() and B.stride() == (1, k)
+    assert A_scale_.shape == (m, k // 32) and B_scale_.shape == (k // 32, n)
+    a = scaled(A.double(), A_scale_.view(torch.uint8), 32, "e8m0")
+    w = scaled(B.t().double(), B_scale_.t().contiguous().view(torch.uint8), 32, "e8m0")
+    y = a @ w.T
+    return (y if bias_ is None else y + bias_.double()).to(out_dtype)
+
+
+@contextmanager
+def xpu():
+    """The package's operators."""
+    ops = {"int4_gemm_w4a16": int4_gemm_w4a16, "int4_gemm_w4a8": int4_gemm_w4a8, "fp8_gemm": fp8_gemm}
+    with module("vllm_xpu_kernels._xpu_C"), operators("vllm_xpu_kernels", "_xpu_C", **ops):
+        yield
+
+
+# ---- the others --------------------------------------------------------------------------------------------------------
+
+
+def gemm_a8w8(*args, **kwargs):
+    g = bind("aiter", "gemm_a8w8_CK", args, kwargs)
+    (m, k), n = g.XQ.shape, g.WQ.shape[0]
+    assert g.XQ.dtype == g.WQ.dtype == torch.int8 and k % 16 == 0 and n % 16 == 0 and g.WQ.shape[1] == k
+    assert g.x_scale.dtype == g.w_scale.dtype == torch.float32 and g.x_scale.is_contiguous() and g.w_scale.is_contiguous()
+    assert g.x_scale.shape == (m, 1) and g.w_scale.shape == (n, 1) and g.bias is None
+    assert g.dtype in (torch.bfloat16, torch.float16)
+    return ((g.XQ.double() * g.x_scale.double()) @ (g.WQ.double() * g.w_scale.double()).T).to(g.dtype)
+
+
+def aiter():
+    """AMD's package."""
+    return module("aiter", gemm_a8w8_CK=gemm_a8w8)
+
+
+def f4f4bf16(XQ, WQ, x_scale, w_scale, output=None, global_scale=None):
+    (m, half), n = XQ.shape, WQ.shape[0]
+    assert XQ.dtype == WQ.dtype == x_scale.dtype == w_scale.dtype == torch.uint8 and WQ.shape[1] == half
+    assert half % 16 == 0 and n % 32 == 0 and x_scale.dim() == w_scale.dim() == 1
+    assert XQ.is_contiguous() and WQ.is_contiguous() and global_scale is not None, "without a global scale it is MXFP4"
+    assert global_scale.dtype == torch.float32 and global_scale.numel() == 1 and output is None
+    a = scaled(e2m1(XQ), tiles(x_scale, m, half // 8), 16, "e4m3")
+    return (a @ scaled(e2m1(WQ), tiles(w_scale, n, half // 8), 16, "e4m3").T * global_scale.double()).bfloat16()
+
+
+@contextmanager
+def fbgemm():
+    """FBGEMM's operators."""
+    with module("fbgemm_gpu.experimental.gen_ai"), operators("fbgemm", "fbgemm", f4f4bf16=f4f4bf16):
+        yield
+
+
+def blocks(codes, scale, rows):
+    """float64 of codes [R, C] with float32 scales of rows x 128."""
+    assert codes.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and codes.shape[1] % 128 == 0
+    assert scale.shape == (-(-codes.shape[0] // rows), codes.shape[1] // 128)
+    wide = scale.double().repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(128, 1)
+    return codes.double() * wide
+
+
+def fp8_gemm_nt(*args, **kwargs):
+    g = bind("deep_gemm", "fp8_gemm_nt", args, kwargs)
+    (a, a_scale), (b, b_scale) = g.a, g.b
+    assert a.is_contiguous() and b.is_contiguous() and g.d.is_contiguous() and g.d.dtype == torch.bfloat16 and g.c is None
+    assert a_scale.stride(0) == 1 and a_scale.stride(1) % 4 == 0, "columns of scales, aligned for TMA"
+    assert b.shape[0] % 64 == 0 and g.disable_ue8m0_cast
+    g.d.copy_(blocks(a, a_scale, 1) @ blocks(b, b_scale, 128).T)
+
+
+def deep_gemm():
+    """DeepGEMM."""
+    return module("deep_gemm", fp8_gemm_nt=fp8_gemm_nt)
+
+
+def fp8_blockscale(*args, **kwargs):
+    """Quantizes as the wheel's scale_1x128_kernel does (csrc/nv_internal, fp8_blockscale_gemm_kernel.cuh)."""
+    g = bind("flashinfer", "fp8_blockscale_gemm_sm90", args, kwargs)
+    (m, k), n = g.input.shape, g.weight.shape[0]
+    assert g.input.dtype == torch.bfloat16 and g.input.is_contiguous() and g.input_scale is None and g.out is None
+    assert g.weight.is_contiguous() and n % 64 == 0 and g.out_dtype == torch.bfloat16
+    groups = g.input.view(m, -1, 128).float()
+    peak = groups.abs().amax(-1, keepdim=True)
+    factor = torch.where(peak > 0, torch.full_like(peak, 448.0) / peak, 1.0)
+    a = (groups * factor).clamp(-448, 448).to(torch.float8_e4m3fn).view(m, k)
+    return (blocks(a, (1 / factor).squeeze(-1), 1) @ blocks(g.weight, g.weight_scale, 128).T).bfloat16()
+
+
+def flashinfer_fp8():
+    """FlashInfer's product of block-scaled FP8."""
+    return module("flashinfer.gemm", fp8_blockscale_gemm_sm90=fp8_blockscale)

@@ -1,0 +1,91 @@
+"""AITER's int8 product on AMD's data-centre GPUs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline.activations import quantize_input
+from bitline.errors import InputError
+from bitline.kernels.base import Kernel, Packed, roofline
+from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
+from bitline.kernels.providers.common import installed
+from bitline.kernels.torch_int8_cpu import one_scale_a_row
+from bitline.platform import Platform
+from bitline.types import LinearSpec, Verdict, no
+from bitline.weight import QuantizedWeight
+
+_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+
+
+@functools.cache
+def _product() -> Any:
+    found = getattr(importlib.import_module("aiter"), "gemm_a8w8_CK", None)
+    if found is None:
+        raise InputError("the package aiter is not AMD's", found="no gemm_a8w8_CK in it", fix="pip install amd-aiter")
+    return found
+
+
+class AiterInt8ScaledMMLinearKernel(Kernel):
+    """`gemm_a8w8_CK`: symmetric int8 inputs per tensor or token. It always gets a scale for each row of x and of the weight, a
+    single one repeated."""
+
+    platforms = ("rocm",)
+    backend = "aiter"
+    families = ("int8",)
+    priority = 5
+    quantizes_input = True
+    act_dtypes = (torch.bfloat16, torch.float16)
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """gfx90a and later data-centre GPUs, and the package."""
+        if platform.arch not in _ARCHITECTURES:
+            return no(f"AITER's int8 kernels are for {', '.join(_ARCHITECTURES)}; this is {platform.arch or platform.vendor}",
+                      "rocm:gfx942")  # fmt: skip
+        return installed(platform, "aiter")
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """W8A8, symmetric, a scale per row or for the whole weight; K and N in multiples of 16."""
+        act = spec.act
+        if act is None or act.dtype.name != "int8" or act.granularity == "group" or not act.symmetric:
+            return no(f"input scheme {act or 'of 16 bits'}", "symmetric int8 inputs per tensor or token")
+        if not fits_bytes(spec):
+            return no(f"{spec.weight} codes are not integers of -128..127 times a step", "a signed or biased integer type")
+        if spec.k % 16 or spec.n % 16:
+            return no(f"[{spec.n}, {spec.k}] has a side that is no multiple of 16", "K and N in multiples of 16")
+        return one_scale_a_row(spec)
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """codes int8 [N, K], scale float32 [N, 1], input_scale [1, 1] or empty."""
+        _product()
+        static = weight.input_scale
+        return {
+            "codes": signed_bytes(weight),
+            "scale": row_scales(weight).view(-1, 1),
+            "input_scale": torch.empty(0, device=weight.device) if static is None else static.float().view(1, 1),
+        }
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        codes, scale, input_scale = packed
+        if x.shape[0] == 0:
+            return x.new_empty(0, spec.n)
+        assert spec.act is not None
+        q, x_scale, _zero = quantize_input(x, spec.act, input_scale if input_scale.numel() else None)
+        y: Tensor = _product()(q, codes, x_scale.expand(x.shape[0], 1).contiguous(), scale, None, x.dtype)
+        return y if bias is None else y + bias
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """Six passes over x, and a roofline at 70 % of both rates."""
+        quantize = 6 * (3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch)
+        return quantize + roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=platform.rates.int8) / 0.7

@@ -1,0 +1,142 @@
+"""Block-scaled FP8 by DeepGEMM, and by FlashInfer where there are few rows."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bitline.activations import quantize_input
+from bitline.errors import InputError
+from bitline.kernels.base import Packed, roofline
+from bitline.kernels.providers.common import installed
+from bitline.kernels.torch_fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel
+from bitline.platform import Platform, installed_packages
+from bitline.types import ActSpec, LinearSpec, Verdict, no
+from bitline.weight import QuantizedWeight
+
+_BLOCK, _FEW = 128, 32
+_SOURCE = "pip install git+https://github.com/deepseek-ai/DeepGEMM (PyPI's deep-gemm is an early version)"
+
+
+@functools.cache
+def _deep_gemm() -> Any:
+    found = getattr(importlib.import_module("deep_gemm"), "fp8_gemm_nt", None)
+    if found is None:
+        raise InputError("this version of the package deep_gemm is too old", found="no fp8_gemm_nt in it", fix=_SOURCE)
+    return found
+
+
+def _flashinfer() -> Any:
+    return importlib.import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
+
+
+class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
+    """`fp8_gemm_nt` with float32 scales: 1x128 of the input, 128x128 of the weight. Layers may end inside a block."""
+
+    backend = "deep_gemm"
+    priority = 5
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """Hopper: on Blackwell the package rounds scales to powers of two, which is not what the layer says."""
+        if platform.capability != 90:
+            return no(f"float32 scales are for Hopper; this is {platform.arch or platform.vendor}", "cuda:sm90")
+        found = installed(platform, "deep_gemm")
+        return found if found else no(found.reason, _SOURCE)
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """See BlockWiseTorchFP8ScaledMMLinearKernel.pack."""
+        _deep_gemm()
+        return super().pack(weight)
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        codes, scale = packed
+        m, k = x.shape[0], codes.shape[1]
+        if m == 0:
+            return x.new_empty(0, spec.n)
+        assert spec.act is not None
+        rows = -(-m // 4) * 4  # columns of scales start at multiples of 16 bytes
+        groups = pad(x, (0, k - spec.k, 0, rows - m)).view(-1, _BLOCK)
+        a, a_scale, _ = quantize_input(groups, ActSpec(spec.act.dtype, True, "token", limit=spec.act.limit))
+        a_scale = a_scale.view(rows, k // _BLOCK).t().contiguous().t()
+        y = x.new_empty(rows, codes.shape[0])
+        _deep_gemm()((a.view(rows, k), a_scale), (codes, scale), y, disable_ue8m0_cast=True)
+        return _cut(y, m, bias, spec)
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """Eight passes over x; the product at 80 % of its rate."""
+        quantize = 8 * (3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch)
+        return quantize + roofline(spec, platform, m, weight_bytes=spec.n * spec.k, rate=platform.rates.of("fp8")) / 0.8
+
+
+class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
+    """One packed weight and two kernels: below 32 rows FlashInfer's `fp8_blockscale_gemm_sm90`, which takes x in bfloat16 and
+    quantizes it, else DeepGEMM, or cuBLASLt where that is not installed. The choice is made at each call.
+
+    FlashInfer multiplies by 448 over a group's largest magnitude, where the definition divides by its reciprocal, and knows no
+    smallest scale: codes may differ where a quotient is within a rounding of the middle between two, or below 1e-7.
+    """
+
+    backend = "flashinfer_deepgemm"
+    priority = 8
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """Hopper and FlashInfer."""
+        if platform.capability != 90:
+            return no(f"FlashInfer's block-scaled FP8 is for sm90; this is {platform.arch or platform.vendor}", "cuda:sm90")
+        return installed(platform, "flashinfer")
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """As the torch kernel does, but the input's scales have no bound."""
+        if spec.act is not None and spec.act.limit:
+            return no("the input's scales have a bound", "unbounded dynamic scales")
+        return super().can_implement(spec)
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """See BlockWiseTorchFP8ScaledMMLinearKernel.pack; both kernels take it."""
+        _flashinfer()
+        return super().pack(weight)
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        codes, scale = packed
+        if x.shape[0] == 0:
+            return x.new_empty(0, spec.n)
+        if x.shape[0] >= _FEW:
+            return _large(installed_packages()).apply(x, packed, bias, spec)
+        wide = pad(x, (0, codes.shape[1] - spec.k))
+        y = _flashinfer()(wide, codes, None, scale, out_dtype=torch.bfloat16)
+        return _cut(y, x.shape[0], bias, spec)
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """Few rows: a roofline at 70 % and two launches; more: that of the kernel that takes them."""
+        if m < _FEW:
+            product = roofline(spec, platform, m, weight_bytes=spec.n * spec.k, rate=platform.rates.of("fp8"))
+            return product / 0.7 + platform.rates.launch
+        return _large(platform.packages).cost(spec, platform, m)
+
+
+def _large(packages: Container[str]) -> type[BlockWiseTorchFP8ScaledMMLinearKernel]:
+    """The kernel for many rows."""
+    return DeepGemmFp8BlockScaledMMKernel if "deep_gemm" in packages else BlockWiseTorchFP8ScaledMMLinearKernel
+
+
+def _cut(y: Tensor, m: int, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    top = spec.block_offset[0]
+    y = y[:m, top : top + spec.n]
+    return y.contiguous() if bias is None else y + bias

@@ -1,0 +1,50 @@
+"""FBGEMM's product of NVFP4 on Blackwell."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline.kernels.base import Packed
+from bitline.kernels.microscale import NVFP4, MicroscaledKernel, swizzle
+from bitline.kernels.providers.common import installed
+from bitline.platform import Platform
+from bitline.types import Verdict, no
+
+
+@functools.cache
+def _ops() -> Any:
+    importlib.import_module("fbgemm_gpu.experimental.gen_ai")
+    return torch.ops.fbgemm
+
+
+class FbgemmNvFp4LinearKernel(MicroscaledKernel):
+    """`f4f4bf16` with a global scale, which is what makes it NVFP4; bfloat16 outputs."""
+
+    platforms = ("cuda",)
+    backend = "fbgemm"
+    families = ("nvfp4",)
+    priority = -5
+    act_dtypes = (torch.bfloat16,)
+    micro = NVFP4
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """Blackwell's sm100, and the package."""
+        if platform.capability not in (100, 103):
+            return no(f"FBGEMM's FP4 kernels are for sm100 and sm103; this is {platform.arch or platform.vendor}", "cuda:sm100")
+        return installed(platform, "fbgemm_gpu")
+
+    @classmethod
+    def _layout(cls, codes: Tensor, scale: Tensor) -> Packed:
+        _ops()
+        return {"codes": codes.contiguous(), "scale": swizzle(scale).view(-1)}
+
+    @classmethod
+    def _product(cls, a: Tensor, a_scale: Tensor, w: Tensor, scale: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
+        y: Tensor = _ops().f4f4bf16(a, w, a_scale.view(-1), scale, global_scale=alpha)
+        return y

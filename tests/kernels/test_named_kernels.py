@@ -1,0 +1,39 @@
+"""Kernels that are another one under a name of the field's: what they take, and that they compute with the other's code."""
+
+import pytest
+import torch
+
+from bitline import Platform, types
+from bitline.kernels.hopper.linear import GluonHopperLinearKernel
+from bitline.kernels.hopper.marlin import MarlinMxFp4LinearKernel, MarlinMxfp8LinearKernel, MarlinNvFp4LinearKernel
+from bitline.kernels.triton.rdna3 import RDNA3W4A16LinearKernel
+from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
+from bitline.types import ActSpec, LinearSpec
+
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+NV = LinearSpec(64, 256, types.float4_e2m1, (1, 16), scale_dtype=E4M3, scale2_block=(64, 256))
+MX4 = LinearSpec(64, 256, types.float4_e2m1, (1, 32), scale_dtype=E8M0)
+MX8 = MX4.replace(weight=types.float8_e4m3fn)
+OF = {MarlinNvFp4LinearKernel: NV, MarlinMxFp4LinearKernel: MX4, MarlinMxfp8LinearKernel: MX8}
+
+
+@pytest.mark.parametrize("kernel", OF)
+def test_marlin(kernel):
+    assert kernel.pack.__func__ is GluonHopperLinearKernel.pack.__func__
+    assert kernel.apply.__func__ is GluonHopperLinearKernel.apply.__func__
+    assert [bool(kernel.can_implement(spec)) for spec in OF.values()] == [k is kernel for k in OF]
+    act = ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3")
+    refused = kernel.can_implement(OF[kernel].replace(act=act))
+    assert not refused and "16-bit inputs" in refused.reason
+    assert kernel.is_supported.__func__ is GluonHopperLinearKernel.is_supported.__func__
+
+
+def test_rdna3():
+    kernel, spec = RDNA3W4A16LinearKernel, LinearSpec(64, 256, types.uint4b8, (1, 128), scale_dtype=torch.float16)
+    assert kernel.pack.__func__ is TritonW4A16LinearKernel.pack.__func__
+    assert kernel.apply.__func__ is TritonW4A16LinearKernel.apply.__func__
+    assert kernel.deterministic and kernel.can_implement(spec) and kernel.can_implement(spec.replace(act_order=True))
+    assert not kernel.can_implement(spec.replace(weight=types.uint4, zero="int"))
+    assert not kernel.can_implement(spec.replace(act_dtype=torch.float32))
+    assert kernel.is_supported(Platform.parse("rocm:gfx1100")) and kernel.is_supported(Platform.parse("rocm:gfx1151"))
+    assert not kernel.is_supported(Platform.parse("rocm:gfx942"))
