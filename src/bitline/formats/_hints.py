@@ -23,7 +23,7 @@ class Hints:
     def __init__(self, entries: Iterable[str], file: Path) -> None:
         self._names: set[str] = set()
         self._patterns: list[Pattern] = []
-        effort = Effort()
+        effort = Effort(file, "ignore")
         for entry in dict.fromkeys(entries):
             try:
                 if entry.startswith("re:"):

@@ -53,9 +53,9 @@ class ModuleSettings:
         self._base = self._parse(config, None)
         self._exact: dict[str, Ints] = {}
         self._rules: list[tuple[Pattern, Ints]] = []
-        self._effort = Effort()
         self._anywhere = config.get("quant_method") in AUTO_ROUND
         key = "extra_config" if self._anywhere else "dynamic"
+        self._effort = Effort(file, key)
         overrides = config.get(key) or {}
         if not isinstance(overrides, Mapping):
             raise self._error(key, f"{key} is not an object", type(overrides).__name__, "names or patterns to overrides")

@@ -8,16 +8,21 @@ has parts times the name's length. Whether a name matches, which is all that is 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
+
+from bitline.errors import CheckpointError
 
 MAX_LENGTH = 20_000
 MAX_PATTERNS = 10_000
 _FAST_STEPS = 100_000  # what `re` may take for one name: a millisecond
 _SLOW_STEPS = 2_000_000  # what moving sets may take for all patterns of a config and all names: a few seconds
+_SECONDS = 30.0  # what all of it may take; the patterns and names of real models take milliseconds
 
 _SINGLE = {op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN}
 _REPEATS = {op.MAX_REPEAT, op.MIN_REPEAT}
@@ -29,16 +34,20 @@ class PatternError(ValueError):
 
 @dataclass
 class Effort:
-    """What the patterns of one config have cost so far."""
+    """What the patterns of one config have cost so far. file, field: where they are, for errors."""
 
+    file: Path | None = None
+    field: str | None = None
     patterns: int = 0
     steps: int = 0
+    seconds: float = 0.0
 
 
 class Pattern:
     """A regular expression for module names. `match` and `search` say whether it fits, as re.match and re.search do.
 
-    effort: shared by the patterns of one config, so that many bad ones are not worse than one.
+    effort: shared by the patterns of one config, so that many bad ones are not worse than one. One that no name can be
+    matched against soon is a CheckpointError where the effort has a file, else a PatternError.
     """
 
     def __init__(self, text: str, effort: Effort | None = None) -> None:
@@ -57,15 +66,27 @@ class Pattern:
 
     def match(self, name: str) -> bool:
         """True where the name fits from its start."""
-        if self._quick(name, 0):
-            return self._compiled.match(name) is not None
-        return _Sets(self, name).move(self._tree, 1) != 0
+        return self._timed(self._compiled.match, name, 0)
 
     def search(self, name: str) -> bool:
         """True where any part of the name fits."""
-        if self._quick(name, 1):
-            return self._compiled.search(name) is not None
-        return _Sets(self, name).move(self._tree, (2 << len(name)) - 1) != 0
+        return self._timed(self._compiled.search, name, 1)
+
+    def _timed(self, quick: Callable[[str], object], name: str, starts: int) -> bool:
+        begin = time.perf_counter()
+        try:
+            if self.effort.seconds > _SECONDS:
+                raise PatternError(f"matching {self.effort.patterns} patterns takes too long")
+            if self._quick(name, starts):
+                return quick(name) is not None
+            return _Sets(self, name).move(self._tree, (2 << len(name)) - 1 if starts else 1) != 0
+        except PatternError as error:
+            if self.effort.file is None:
+                raise
+            what = "the config's patterns cannot be matched"
+            raise CheckpointError(what, file=self.effort.file, field=self.effort.field, found=error) from error
+        finally:
+            self.effort.seconds += time.perf_counter() - begin
 
     def _quick(self, name: str, starts: int) -> bool:
         """Whether `re` is certain to be done soon."""

@@ -55,7 +55,7 @@ class AutoRoundSchemes(Schemes):
             raise CheckpointError("extra_config is not an object", file=file, field="extra_config", found=type(extra).__name__)
         self._extra: Mapping[str, Any] = extra
         self._order = {key: i for i, key in enumerate(extra)}
-        effort = Effort()
+        effort = Effort(file, "extra_config")
         try:  # a key of word characters and dots alone is a name
             self._patterns = [Pattern(key, effort) for key in extra if not re.fullmatch(r"[\w.]*", key)]
         except PatternError as error:

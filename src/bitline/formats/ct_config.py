@@ -205,7 +205,7 @@ def parse(raw: Mapping[str, Any], file: Path) -> Schemes:
                 expected=f"one of {', '.join(FORMATS)}",
             )  # fmt: skip
     rules: list[Rule] = []
-    effort = Effort()
+    effort = Effort(file, "config_groups")
     for name, group in config.config_groups.items():
         try:
             scheme = _scheme(name, group, config.format)

@@ -11,6 +11,7 @@ from bitline.errors import CheckpointError
 from bitline.formats._hints import KV_ODDITY
 
 _MOST_PATTERNS, _LONGEST_PATTERN = 10_000, 512
+_MOST_TRIES = 50_000_000  # of a pattern on a name: half a minute; real models take a hundred thousand
 # Projections whose outputs are what a cache of keys and values holds.
 _CACHED = ("k_proj", "v_proj", "kv_proj", "qkv_proj", "kv_b_proj", "query_key_value", "W_pack")
 
@@ -21,7 +22,7 @@ class Rules:
     """What the config says of each module: layer_quant_config by name, then layer_type_quant_config, then the global one."""
 
     def __init__(self, config: Mapping[str, Any], file: Path) -> None:
-        self.file = file
+        self.file, self._tries = file, 0
         export = self._object(config, "export")
         self.order = export.get("pack_method") or "reorder"
         if self.order not in ("reorder", "order"):
@@ -74,6 +75,11 @@ class Rules:
         return specs
 
     def _layer(self, module: str) -> Mapping[str, Any]:
+        self._tries += len(self._by_name) + len(self._cached)
+        if self._tries > _MOST_TRIES:
+            raise self.error(
+                "layer_quant_config", "the config's patterns take too long to match", f"{self._tries} times", _MOST_TRIES
+            )
         found = next((key for key in self._by_name if fnmatch.fnmatchcase(module, key)), None)
         return self._object(self._by_name, found) if found is not None else self._linear or self._global
 
