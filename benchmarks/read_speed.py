@@ -176,7 +176,7 @@ def mapped_sum(files: Sequence[Path]) -> float:
 
 
 def _status(field: str) -> int:
-    with open("/proc/self/status") as lines:
+    with Path("/proc/self/status").open() as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 

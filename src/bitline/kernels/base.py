@@ -59,7 +59,7 @@ class Kernel:
 
     @classmethod
     def direct(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> tuple[Any, tuple[Any, ...]] | None:
-        """An operator of the kernel's own and what follows x [..., K] in its arguments, giving [..., N]; None to go by `apply`."""
+        """An operator of the kernel's own and what follows x [..., K] in its arguments, giving [..., N]; None: `apply`."""
         return None
 
     @classmethod

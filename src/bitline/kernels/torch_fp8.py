@@ -23,7 +23,7 @@ _AMD = ("gfx950", "gfx1200", "gfx1201")
 class _TorchFP8Kernel(Kernel):
     """What the three kernels share: FP8 codes padded to multiples of 16, an input quantized as the scheme asks."""
 
-    platforms = ("cuda", "rocm", "cpu")
+    platforms: ClassVar[tuple[str, ...]] = ("cuda", "rocm", "cpu")
     backend = "torch"
     families = ("fp8",)
     quantizes_input = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
     than 8 bits are widened to bytes.
     """
 
-    platforms = ("cpu", "cuda")
+    platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     families = ("int8",)
     quantizes_input = True
 
