@@ -31,8 +31,8 @@ SIGNATURES = {
     "bitline_all_finite": "ipliu",
     "bitline_transpose_words": "vplllpl", "bitline_awq_codes": "vplllpl", "bitline_ordered_words": "iplplilpl",
     "bitline_unpack": "vplllip", "bitline_pack": "vplllip", "bitline_take": "ipllliplp",
-    "bitline_transpose": "iplllip", "bitline_zero_points": "ipllliuiip", "bitline_large_pages": "vpl",
-    "bitline_int4pack": "vpllliiipillpp", "bitline_int4pack_scales": "vppplllllpldiip",
+    "bitline_transpose": "iplllip", "bitline_zero_points": "ipllliuiip", "bitline_prepare": "vpl",
+    "bitline_int4pack": "vpllliiipillpp", "bitline_int4pack_scales": "ippplllllpldiip",
     "bitline_gemm": "iplpppi", "bitline_gemm_pack": "vpllip", "bitline_bind": "is",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {
@@ -173,7 +173,7 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str | None = N
     if out.nbytes >= LARGE and out.device.type == "cpu" and type(out) is torch.Tensor:
         found = core()
         if found is not None:
-            found.large_pages(out.data_ptr(), out.nbytes)
+            found.prepare(out.data_ptr(), out.nbytes)
     return out
 
 
