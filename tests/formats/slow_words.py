@@ -78,11 +78,11 @@ def gptq(codes, zeros, scales, width, *, groups=None, v1=False, pack=stream):
     return tensors
 
 
-def awq(codes, zeros, scales, width=4):
+def awq(codes, zeros, scales, width=4, pack=interleaved):
     """Tensors of one AWQ gemm layer; zeros None leaves qzeros out."""
-    tensors = {"qweight": signed([interleaved(row, width) for row in codes]), "scales": scales}
+    tensors = {"qweight": signed([pack(row, width) for row in codes]), "scales": scales}
     if zeros is not None:
-        tensors["qzeros"] = signed([interleaved(row, width) for row in zeros])
+        tensors["qzeros"] = signed([pack(row, width) for row in zeros])
     return tensors
 
 

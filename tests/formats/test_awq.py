@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from slow_words import CHECKPOINTS, EXPECTED, awq, producer_says, random_layer, values, write
+from slow_words import CHECKPOINTS, EXPECTED, awq, producer_says, random_layer, stream, values, write
 
 from bitline import CheckpointError, open_checkpoint
 
@@ -115,10 +115,29 @@ def test_other_versions_are_refused_by_name(version, tmp_path):
         one(tmp_path, config(version=version), awq(*random_layer(K, N, 3, 4)))
 
 
-@pytest.mark.parametrize("width", [2, 8])
-def test_widths_that_nobody_writes(width, tmp_path):
-    with pytest.raises(CheckpointError, match=f"AWQ of this width.*{width} bits"):
-        one(tmp_path, config(bits=width), awq(*random_layer(K, N, 3, width), width))
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("width", [2, 3, 5, 6, 7, 8])
+def test_gptqmodel_interleaves_four_bits_alone(width, symmetric, tmp_path):
+    codes, zeros, scales = random_layer(K, N, 3, width)
+    zeros = [[1 << width - 1] * N] * 3 if symmetric else zeros
+    conf = config(bits=width, zero_point=not symmetric, meta={"quantizer": ["gptqmodel:7.7.0"]})
+    layer = one(tmp_path, conf, awq(codes, zeros, scales, width, stream))
+    assert layer.spec.weight.bits == width and layer.spec.zero == ("none" if symmetric else "int")
+    assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [k // G for k in range(K)]))
+
+
+def test_quarks_export_may_have_columns_in_order(tmp_path):
+    codes, zeros, scales = random_layer(K, N, 3, 4)
+    layer = one(tmp_path, config(pack_method="order"), awq(codes, zeros, scales, 4, stream))
+    assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [k // G for k in range(K)]))
+
+
+def test_a_module_that_the_config_leaves_alone_is_odd(tmp_path):
+    tensors = awq(*random_layer(K, N, 3, 4))
+    assert "not quantized" in one(tmp_path / "a", config(modules_to_not_convert=["proj"]), tensors).oddities[0]
+    assert one(tmp_path / "b", config(modules_to_not_convert=["pro"]), tensors).oddities == ()
+    with pytest.raises(CheckpointError, match="not a list of names"):
+        one(tmp_path / "c", config(modules_to_not_convert="proj"), tensors)
 
 
 @pytest.mark.parametrize(

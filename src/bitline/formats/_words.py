@@ -134,15 +134,18 @@ def _transpose_nibbles(words: Tensor) -> None:
         low ^= differ << shift
 
 
-def awq_stream_codes(words: Tensor, width: int, n: int) -> Tensor:
-    """AWQ's words of any width, a bit stream along N with columns interleaved by 8, int32 [K, N*width/32], to canonical rows."""
+def awq_stream_codes(words: Tensor, width: int, n: int, *, interleaved: bool = True) -> Tensor:
+    """AWQ's words of any width, a bit stream along N, its columns interleaved by 8 or not, int32 [K, N*width/32], to canonical
+
+    rows.
+    """
     k = words.shape[0]
     out = torch.empty(n, bits.row_bytes(k, width), dtype=torch.uint8)
     step = max(32, bits.rows_per_chunk(k) // 32 * 32)  # 32 codes end on a word
     for c in range(0, n, step):
         stop = min(c + step, n)
-        part = awq_columns(unpack_words(words[:, c * width // 32 : -(-stop * width // 32)], width, stop - c))
-        out[c:stop] = bits.pack(part.t().contiguous(), width)
+        part = unpack_words(words[:, c * width // 32 : -(-stop * width // 32)], width, stop - c)
+        out[c:stop] = bits.pack((awq_columns(part) if interleaved else part).t().contiguous(), width)
     return out
 
 

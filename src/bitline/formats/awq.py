@@ -1,4 +1,4 @@
-"""AWQ, version gemm: qweight packed along N with columns interleaved by 8, as AutoAWQ, GPTQModel and AutoRound write it.
+"""AWQ, version gemm: qweight packed along N, mostly with columns interleaved by 8, as AutoAWQ, GPTQModel and AutoRound write it.
 
 Zero points are stored as they are. `zero_point: false` does not mean that there are none: where qzeros exist they count.
 Versions gemv and gemv_fast are in awq_gemv.
@@ -16,13 +16,14 @@ from torch import Tensor
 from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats import _words, awq_gemv
+from bitline.formats._hints import Hints
 from bitline.formats._intconfig import ModuleSettings, packing
 from bitline.formats._intmodule import IntModule, modules
 from bitline.formats.base import LayerRecord, TensorSource
 from bitline.formats.config import find_quantization
 from bitline.types import LinearSpec
 
-WIDTHS = (4, 5, 6, 7)  # no producer writes AWQ of another width
+_INTERLEAVED = (4, 5, 6, 7)  # as AutoAWQ and AutoRound write them; GPTQModel interleaves 4 bits alone
 VERSIONS = ("gemm", "gemv", "gemv_fast", "llm-awq")
 
 
@@ -45,9 +46,12 @@ class AWQReader:
         if version != "gemm":
             yield from awq_gemv.records(source, version, settings, file)
             return
+        hints, widths = Hints(_left_alone(config, file), file), _interleaved(config)
         label = "awq gemm" if packing(config) is None else "auto-round awq gemm"
         for base in names:
-            yield _record(IntModule(source, base, settings.of(base), file), label)
+            module = IntModule(source, base, settings.of(base), file)
+            hints.note(module)
+            yield _record(module, label, module.width in widths)
 
 
 def _version(config: Mapping[str, Any], file: Path) -> str:
@@ -74,9 +78,26 @@ def _version(config: Mapping[str, Any], file: Path) -> str:
     return named.pop() if named else "gemm"
 
 
-def _record(m: IntModule, label: str) -> LayerRecord:
-    if m.width not in WIDTHS:
-        raise m.error(m.main, "AWQ of this width is not written by any known tool", f"{m.width} bits", "4, 5, 6 or 7")
+def _left_alone(config: Mapping[str, Any], file: Path) -> list[str]:
+    """Names of modules that the config says were left alone."""
+    names = config.get("modules_to_not_convert") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            "modules_to_not_convert is not a list of names", file=file, field="modules_to_not_convert", found=repr(names)[:200]
+        )
+    return names
+
+
+def _interleaved(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The widths whose columns are interleaved by 8. GPTQModel's meta names it; Quark's export says pack_method "order"."""
+    if config.get("pack_method") == "order":
+        return ()
+    meta = config.get("meta")
+    quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    return (4,) if "gptqmodel" in str(quantizer).lower() else _INTERLEAVED
+
+
+def _record(m: IntModule, label: str, interleaved: bool) -> LayerRecord:
     k, words = m.main.shape
     if words == m.n:
         raise m.error(
@@ -86,10 +107,10 @@ def _record(m: IntModule, label: str) -> LayerRecord:
         )  # fmt: skip
     m.check_bits(m.main, words)
     m.check_zeros()
-    if m.n % 8:
+    if interleaved and m.n % 8:
         raise m.error(m.main, "AWQ interleaves columns by 8", f"{m.n} columns", "a multiple of 8")
     block = m.block(k)
-    symmetric = _symmetric(m)
+    symmetric = _symmetric(m, interleaved)
     spec = LinearSpec(
         m.n, k, types.unsigned(m.width, symmetric=symmetric), block, scale_dtype=m.scales.dtype,
         zero="none" if symmetric else "int", bias=m.has_bias,
@@ -97,13 +118,16 @@ def _record(m: IntModule, label: str) -> LayerRecord:
 
     def read() -> dict[str, Tensor | None]:
         packed = m.read("qweight")
-        codes = _words.awq_codes(packed, m.n) if m.width == 4 else _words.awq_stream_codes(packed, m.width, m.n)
-        return {"codes": codes, "zero": None if symmetric else _zeros(m)}
+        if m.width == 4 and interleaved:
+            codes = _words.awq_codes(packed, m.n)
+        else:
+            codes = _words.awq_stream_codes(packed, m.width, m.n, interleaved=interleaved)
+        return {"codes": codes, "zero": None if symmetric else _zeros(m, interleaved)}
 
     return m.done(label, spec, read)
 
 
-def _symmetric(m: IntModule) -> bool:
+def _symmetric(m: IntModule, interleaved: bool) -> bool:
     """True where every zero point is the middle one: there are no qzeros, or the config promises it and they agree."""
     if m.qzeros is None:
         if not m.settings.symmetric:
@@ -111,15 +135,15 @@ def _symmetric(m: IntModule) -> bool:
         return True
     if not m.settings.symmetric:
         return False
-    if bool((_zeros(m) == 1 << (m.width - 1)).all()):
+    if bool((_zeros(m, interleaved) == 1 << (m.width - 1)).all()):
         return True
     m.oddities.append("the config says that there are no zero points, but qzeros hold some: they are used")
     return False
 
 
-def _zeros(m: IntModule) -> Tensor:
+def _zeros(m: IntModule, interleaved: bool) -> Tensor:
     """qzeros int32 [G, n*width/32] to zero points uint8 [n, G]."""
-    return _words.zero_points(m.read("qzeros"), m.width, m.n, interleaved=True)
+    return _words.zero_points(m.read("qzeros"), m.width, m.n, interleaved=interleaved)
 
 
 READER = AWQReader()
