@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import struct
 import tempfile
@@ -17,7 +18,9 @@ import torch
 from bitline.types import nf4
 
 LAYER = "model.layers.0.mlp.up_proj"
-N, K, GROUP = 32, 64, 32
+N, K, GROUP = (int(size) for size in os.environ.get("BITLINE_TEST_SHAPE", "32,64,32").split(","))  # larger ones to measure
+G = K // GROUP
+_PADDED = -(-G // 8) * 8 + 24  # groups with padding
 
 DTYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32", torch.int64: "I64", torch.int8: "I8",
@@ -162,7 +165,8 @@ def bnb4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
              "nested_dtype": "float32", "nested_offset": 0.01}  # fmt: skip
     tensors = {
         "weight": _words(N * K // 2, 1).to(torch.uint8), "weight.absmax": _words(N * K // 64).to(torch.uint8),
-        "weight.quant_map": torch.tensor(nf4.values()), "weight.nested_absmax": _scales(1, dtype=torch.float32),
+        "weight.quant_map": torch.tensor(nf4.values()),
+        "weight.nested_absmax": _scales(-(-N * K // (64 * 256)), dtype=torch.float32),
         "weight.nested_quant_map": _scales(256, dtype=torch.float32),
         "weight.quant_state.bitsandbytes__nf4": json_tensor(state),
     }  # fmt: skip
@@ -183,12 +187,14 @@ def bnb8() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def gemv() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    scales = torch.nn.functional.pad(_scales(N, K // GROUP), (0, 30))
-    return named({"qweight": _words(N, K // 8), "qzeros": _words(N, 4), "scales": scales}), awq()[1] | {"version": "gemv"}
+    scales = torch.nn.functional.pad(_scales(N, G), (0, _PADDED - G))
+    return named({"qweight": _words(N, K // 8), "qzeros": _words(N, _PADDED // 8), "scales": scales}), awq()[1] | {
+        "version": "gemv"
+    }
 
 
 def gemv_fast() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    scales = torch.nn.functional.pad(_scales(N, K // GROUP), (0, 30)).t().contiguous()
+    scales = torch.nn.functional.pad(_scales(N, G), (0, _PADDED - G)).t().contiguous()
     tensors = {"qweight": _words(N // 4, K).to(torch.int16), "qzeros": scales * -8, "scales": scales}
     return named(tensors), awq()[1] | {"version": "gemv_fast"}
 

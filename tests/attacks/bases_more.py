@@ -11,6 +11,7 @@ from bases import (
     FAMILIES,
     GROUP,
     LAYER,
+    G,
     K,
     N,
     _scales,
@@ -81,19 +82,19 @@ for _bits in (2, 3, 5, 6, 7, 8):
     add(f"auto_round{_bits}", _gptq(_bits), {"quant_method": "auto-round", "packing_format": "auto_round", "data_type": "int"})
 add("gptq_v2", _gptq(4), {"checkpoint_format": "gptq_v2"})
 add("gptq3_planes", _gptq(3), {"checkpoint_format": "gptq_p"})
-add("gptq_symmetric", _gptq(4), {"sym": True}, scales=_scales(2, N, dtype=torch.bfloat16))
+add("gptq_symmetric", _gptq(4), {"sym": True}, scales=_scales(G, N, dtype=torch.bfloat16))
 add("gptq_without_zeros", _gptq(4), {"sym": True}, qzeros=None)
 add("gptq_rows", _gptq(4, 1), {"group_size": -1})
-add("gptq_ragged", _gptq(4), {"group_size": 48})
+add("gptq_ragged", _gptq(4, 2), {"group_size": K * 3 // 4})
 add("gptq_act_order", gptq(), {"desc_act": True}, g_idx=(torch.arange(K) * 7 % 2).int())
 add("gptq_act_order3", _gptq(3), {"desc_act": True}, g_idx=(torch.arange(K) // 3 % 2).int())
 add("gptq_dynamic", twice(gptq(), _gptq(8), {"dynamic": {r"-:.*gate": {}, r"+:.*down.*": {"bits": 8, "group_size": 32}}}))
 add("auto_round_awq", awq(), auto_round()[1] | {"packing_format": "auto_round:auto_awq"})
 add("auto_round_mixed", twice(auto_round(), _gptq(2), {"extra_config": {_DOWN: {"bits": 2}, "gate|x": {"bits": 16}}}))
 for _bits in (5, 6, 7):
-    add(f"awq{_bits}", awq(), {"bits": _bits}, qweight=_words(K, N * _bits // 32), qzeros=_words(2, N * _bits // 32))
-add("awq_symmetric", awq(), {"zero_point": False}, qzeros=None, scales=_scales(2, N, dtype=torch.bfloat16))
-add("awq_with_all_zeros_8", awq(), {"zero_point": False}, qzeros=torch.full((2, N // 8), -0x77777778).int())
+    add(f"awq{_bits}", awq(), {"bits": _bits}, qweight=_words(K, N * _bits // 32), qzeros=_words(G, N * _bits // 32))
+add("awq_symmetric", awq(), {"zero_point": False}, qzeros=None, scales=_scales(G, N, dtype=torch.bfloat16))
+add("awq_with_all_zeros_8", awq(), {"zero_point": False}, qzeros=torch.full((G, N // 8), -0x77777778).int())
 add("llm_awq", gemv_fast(), {"version": "llm-awq"}, scaled_zeros=gemv_fast()[0][f"{LAYER}.qzeros"], qzeros=None)
 
 
@@ -116,21 +117,21 @@ for _bits in (2, 3, 5, 6, 7, 8):
 for _bits in (3, 5, 6, 7):
     add(f"padded{_bits}", _packed(_bits, -(-K // (32 // _bits)), version="0.12.2"))
 add("packed_preset", _packed(4, K // 8), {"config_groups": {"W4A16": ["re:.*proj$"]}})
-add("packed_old_zeros", packed(), weight_zero_point=(_words(N, 2) % 8).to(torch.int8), weight_g_idx=None)
+add("packed_old_zeros", packed(), weight_zero_point=(_words(N, G) % 8).to(torch.int8), weight_g_idx=None)
 add("packed_act_order", packed(), weight_g_idx=(torch.arange(K) * 5 % 2).int())
 add("packed_rows", packed(), group({"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}),
     weight_scale=_scales(N, 1), weight_g_idx=None, weight_zero_point=None)  # fmt: skip
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 _TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 add("int4", int8(), group(_INT4, _TOKEN, format="int-quantized"), weight=(_words(N, K) % 8).to(torch.int8),
-    weight_scale=_scales(N, 2), input_scale=None, input_zero_point=None)  # fmt: skip
+    weight_scale=_scales(N, G), input_scale=None, input_zero_point=None)  # fmt: skip
 add("int8_zeros", int8(), group({"num_bits": 8, "symmetric": False, "strategy": "channel"}, _TOKEN, format="int-quantized"),
     weight_zero_point=(_words(N, 1) % 100).to(torch.int8))  # fmt: skip
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 add("fp8_rows", fp8(), group(_FLOAT | {"strategy": "channel"}, _FLOAT | {"strategy": "token", "dynamic": True}),
     weight_scale=_scales(N, 1, dtype=torch.bfloat16), input_scale=None)  # fmt: skip
-add("fp8_blocks", fp8(), group(_FLOAT | {"strategy": "block", "block_structure": [24, 40]}), weight_scale=_scales(2, 2),
-    input_scale=None)  # fmt: skip
+add("fp8_blocks", fp8(), group(_FLOAT | {"strategy": "block", "block_structure": [N * 3 // 4, K * 5 // 8]}),
+    weight_scale=_scales(2, 2), input_scale=None)  # fmt: skip
 add("nvfp4_weight_only", nvfp4(), input_global_scale=None,
     config=group({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
                  format="nvfp4-pack-quantized"))  # fmt: skip
@@ -153,8 +154,8 @@ add("fp8_e5m2", fp8_static(), weight=_CODES.float().to(torch.float8_e5m2))
 add("fp8_fnuz", fp8_static(), weight=_CODES.float().to(torch.float8_e4m3fnuz))
 add("fp8_exponents", fp8_block(), {"scale_fmt": "ue8m0"}, weight_scale_inv=torch.full((2, 2), 0.01).to(_E8M0))
 add("fp8_experts", (named({"weight": _words(N, K // 2).to(torch.int8), "scale": _ONES.view(_E8M0)}), fp8_block()[1]))
-add("auto_round_fp8", fp8_block(), {"quant_method": "auto-round", "packing_format": "auto_round:fp8", "group_size": [16, 32],
-    "weight_block_size": None})  # fmt: skip
+add("auto_round_fp8", fp8_block(), {"quant_method": "auto-round", "packing_format": "auto_round:fp8",
+    "group_size": [N // 2, K // 2], "weight_block_size": None})  # fmt: skip
 
 
 def _modelopt(name: str, algorithm: str, weight: torch.Tensor, scale: torch.Tensor, **more: Any) -> None:
@@ -167,12 +168,12 @@ _modelopt("fp8", "FP8", _CODES, torch.tensor(0.01), input_scale=_STEP)
 _modelopt("fp8_rows", "FP8_PER_CHANNEL_PER_TOKEN", _CODES, _scales(N, dtype=torch.float32), bias=_scales(N))
 _modelopt("fp8_blocks", "fp8_pb_wo", _CODES, _scales(2, 1, 2, 1, dtype=torch.float32))
 _modelopt("mxfp8", "MXFP8", _CODES, _ONES)
-_modelopt("mxfp8_tiles", "MXFP8", _CODES, _ONES[:8].clone())
+_modelopt("mxfp8_tiles", "MXFP8", _CODES, _ONES[: N // 4].clone())
 _modelopt("mxfp4", "W4A8_MXFP4_FP8", _words(N, K // 2).to(torch.uint8), _ONES)
 _modelopt("w8a16", "W8A16", _words(N, K).to(torch.int8), _scales(N, dtype=torch.float32))
 _modelopt("w8a8", "W8A8_SQ_PER_CHANNEL", _words(N, K).to(torch.int8), _scales(N, dtype=torch.float32), input_scale=_STEP,
           pre_quant_scale=_scales(K))  # fmt: skip
-_modelopt("w4a8", "W4A8_AWQ", _words(N // 2, K).to(torch.uint8), _scales(N, 2, dtype=torch.float32), input_scale=_STEP,
+_modelopt("w4a8", "W4A8_AWQ", _words(N // 2, K).to(torch.uint8), _scales(N, G, dtype=torch.float32), input_scale=_STEP,
           weight_scale_2=_STEP, config={"group_size": GROUP})  # fmt: skip
 add("modelopt_weight_only", modelopt_nvfp4(), {"quant_algo": "W4A16_NVFP4"}, input_scale=None)
 add("modelopt_awq_sizes_by_shape", modelopt_awq(), {"group_size": None})
@@ -193,8 +194,8 @@ def _bnb(kind: str, n: int, k: int, block: int) -> Made:
 
 
 add("bnb_fp4", _bnb("fp4", N, K, 64))
-add("bnb_across_rows", _bnb("nf4", 24, 40, 64))
-add("bnb_odd", _bnb("nf4", 9, 33, 64))
+add("bnb_across_rows", _bnb("nf4", N * 3 // 4, K * 5 // 8, 64))
+add("bnb_odd", _bnb("nf4", N // 4 + 1, K // 2 + 1, 64))
 add("bnb_as_bfloat16", bnb4(), weight=_words(N * K // 8, 1).view(torch.bfloat16))
 
 
@@ -206,34 +207,34 @@ def _quark(name: str, spec: dict[str, Any], inputs: Any = None, config: dict[str
 _GROUP = {"qscheme": "per_group", "group_size": GROUP, "ch_axis": -1}
 _ROW = {"qscheme": "per_channel", "ch_axis": 0}
 _TENSOR = {"qscheme": "per_tensor", "is_dynamic": False}
-_quark("int4", {"dtype": "int4", "symmetric": True, **_GROUP}, weight=_words(K, N // 8), weight_scale=_scales(2, N))
+_quark("int4", {"dtype": "int4", "symmetric": True, **_GROUP}, weight=_words(K, N // 8), weight_scale=_scales(G, N))
 _quark("int4_zeros", {"dtype": "int4", "symmetric": False, **_GROUP}, config={"export": {"pack_method": "order"}},
-       weight=_words(K, 4), weight_scale=_scales(2, 27), weight_zero_point=_words(2, 4))  # fmt: skip
+       weight=_words(K, N // 8), weight_scale=_scales(G, N - 5), weight_zero_point=_words(G, N // 8))  # fmt: skip
 _quark("int8", {"dtype": "int8", "symmetric": True, **_ROW}, {"dtype": "int8", **_TENSOR}, input_scale=_scales(1),
        weight=_words(N, K).to(torch.int8), weight_scale=_scales(N), weight_zero_point=torch.zeros(N).to(torch.int8))  # fmt: skip
 _quark("uint8", {"dtype": "uint8", "symmetric": False, **_ROW}, weight=_words(N, K).to(torch.uint8), weight_scale=_scales(N),
        weight_zero_point=(_words(N) % 200).to(torch.uint8))  # fmt: skip
 _quark("fp8", {"dtype": "fp8_e4m3", **_TENSOR}, {"dtype": "fp8_e4m3", **_TENSOR}, weight=_CODES, input_scale=_STEP,
        weight_scale=_STEP)  # fmt: skip
-_quark("fp8_blocks", {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [16, 48]}, weight=_CODES,
+_quark("fp8_blocks", {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [N // 2, K * 3 // 4]}, weight=_CODES,
        weight_scale=_scales(2, 2, dtype=torch.float32), bias=_scales(N))  # fmt: skip
 for _name, _wide in (("fp4", 4), ("fp6_e2m3", 6), ("fp6_e3m2", 6)):
     _quark(_name, {"dtype": _name, "scale_format": "e8m0", **_GROUP, "group_size": 32}, weight_scale=_ONES,
            weight=_words(N, K * _wide // 8).to(torch.uint8))  # fmt: skip
 _quark("by_name", {"dtype": "uint4", "symmetric": False, **_GROUP, "group_size": 64}, config={"layer_quant_config": {
        "*gate*": {}, "*up_pr?j": {"weight": {"dtype": "uint4", "symmetric": False, **_GROUP}}}}, weight=_words(K, N // 8),
-       weight_scale=_scales(2, N), weight_zero_point=_words(2, N // 8))  # fmt: skip
+       weight_scale=_scales(G, N), weight_zero_point=_words(G, N // 8))  # fmt: skip
 
 
-_quark("int2", {"dtype": "int2", "symmetric": True, **_GROUP}, weight=(_words(K, N) % 2).int(), weight_scale=_scales(2, N))
+_quark("int2", {"dtype": "int2", "symmetric": True, **_GROUP}, weight=(_words(K, N) % 2).int(), weight_scale=_scales(G, N))
 _quark("uint2", {"dtype": "uint2", "symmetric": False, **_GROUP}, weight=_words(K, N // 4).to(torch.uint8),
-       weight_scale=_scales(2, N), weight_zero_point=_words(2, N // 4).to(torch.uint8))  # fmt: skip
+       weight_scale=_scales(G, N), weight_zero_point=_words(G, N // 4).to(torch.uint8))  # fmt: skip
 _quark("int3", {"dtype": "int3", "symmetric": True, **_GROUP}, weight=_words(N, K * 3 // 8).to(torch.uint8),
-       weight_scale=_scales(2, N))  # fmt: skip
+       weight_scale=_scales(G, N))  # fmt: skip
 _quark("int4_rows", {"dtype": "uint4", "symmetric": False, **_ROW}, weight=_words(N, K // 8), weight_scale=_scales(N),
        weight_zero_point=_words(N // 8))  # fmt: skip
-_quark("float_zeros", {"dtype": "uint4", "symmetric": False, **_GROUP}, weight=_words(K, N // 8), weight_scale=_scales(2, N),
-       weight_zero_point=_scales(2, N) * 900)  # fmt: skip
+_quark("float_zeros", {"dtype": "uint4", "symmetric": False, **_GROUP}, weight=_words(K, N // 8), weight_scale=_scales(G, N),
+       weight_zero_point=_scales(G, N) * 900)  # fmt: skip
 for _name, _wide in (("fp4", 4), ("fp6_e2m3", 6), ("fp6_e3m2", 6)):
     _quark(f"mx_{_name}", {"dtype": "mx", "mx_element_dtype": _name, "group_size": 32, "ch_axis": -1},
            weight=_words(N, K * _wide // 8).to(torch.uint8), weight_scale=_ONES.view(torch.int8) - 125)  # fmt: skip
@@ -257,7 +258,7 @@ for _packing, _per in (("8bit_u8", 1), ("2bit_u8", 4), ("1bit_u8", 8)):
 add("hqq_3bit_32", _hqq("3bit_32", 10, torch.int32))
 add("hqq_float32", _hqq("4bit_u8", 2, dtype=torch.float32))
 add("hqq_rows", hqq(), group_size=None, scale=_scales(N, 1), zero=_scales(N, 1) * 900)
-add("hqq_over_rows", hqq(), shape=torch.tensor([128, 16]))
+add("hqq_over_rows", hqq(), shape=torch.tensor([N * K // 16, 16]))
 
 
 add("hqq_across", hqq(), axis=torch.tensor(0).int(), scale=_scales(1, N * K // GROUP), zero=_scales(1, N * K // GROUP) * 900)
@@ -273,7 +274,7 @@ def _torchao(name: str, kind: str, data: dict[str, Any], **tensors: torch.Tensor
 
 _torchao("torchao", "IntxUnpackedToInt8Tensor", {})
 _torchao("torchao_symmetric", "IntxUnpackedToInt8Tensor", {"target_dtype": {"_data": "int3"}},
-         zero_point=torch.zeros(N, 2).char(), qdata=(_words(N, K) % 4).to(torch.int8))  # fmt: skip
+         zero_point=torch.zeros(N, G).char(), qdata=(_words(N, K) % 4).to(torch.int8))  # fmt: skip
 _torchao("torchao_int8", "Int8Tensor", {"block_size": [1, K]}, qdata=_words(N, K).to(torch.int8), scale=_scales(N, 1),
          zero_point=(_words(N, 1) % 100).to(torch.int8))  # fmt: skip
 _torchao("torchao_fp8", "Float8Tensor", {"block_size": [1, K]}, qdata=_CODES, scale=_scales(N, 1, dtype=torch.float32),

@@ -20,7 +20,7 @@ def fp8_block() -> tuple[Tensors, dict[str, Any]]:
         "weight": _scales(N, K).to(torch.float8_e4m3fn), "weight_scale_inv": _scales(2, 2, dtype=torch.float32),
         "bias": _scales(N),
     }  # fmt: skip
-    return named(tensors), {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
+    return named(tensors), {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [N // 2, K // 2]}
 
 
 def fp8_static() -> tuple[Tensors, dict[str, Any]]:

@@ -1,0 +1,61 @@
+"""Measure the largest allocations of reading every family's layers: a script that test_allocations.py runs on larger shapes.
+
+What torch allocates is counted by its profiler, what Python does by tracemalloc. One line of JSON for each family: its name,
+the bytes of its files, of the largest part of a weight, of the largest tensor on the way, and the most that Python held.
+"""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import bases_gguf
+import bases_more  # noqa: F401  (its families are among the bases once it is imported)
+import corpus_float  # noqa: F401
+from bases import FAMILIES, K, N, entry, gguf_bytes, write
+from oracle_gguf import NUMBERS
+from outcomes import scratch
+from torch.profiler import ProfilerActivity, profile
+
+import bitline
+from bitline import bits
+from bitline.formats import _mapped
+
+
+def _read(path: Path) -> int:
+    """Read every layer; the bytes of the largest part of one."""
+    weights = [record.weight() for record in bitline.open_checkpoint(path).layers()]
+    return max(tensor.nbytes for weight in weights for tensor in weight.tensors().values())
+
+
+def measure(path: Path) -> tuple[int, int, int, int]:
+    """Bytes: of the files, of the largest part of a weight, of the largest tensor on the way, and the most that Python held."""
+    size = sum(p.stat().st_size for p in path.rglob("*")) if path.is_dir() else path.stat().st_size
+    part = _read(path)  # what is imported on the way is no allocation for this file
+    tracemalloc.start()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        _read(path)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    events = seen.profiler.kineto_results.events()
+    return size, part, max((event.nbytes() for event in events if event.name() == "[memory]"), default=0), held
+
+
+def main() -> None:
+    bits.ROW_CHUNK_BYTES = 1 << 12  # what is done in chunks must not hide what is not
+    _mapped.SMALL = 0  # and what is mapped is not allocated
+    with profile(activities=[ProfilerActivity.CPU]):
+        pass  # the first profile imports things
+    for base in FAMILIES:
+        with scratch() as folder:
+            print(json.dumps([base, *measure(write(folder, *FAMILIES[base]()))]), flush=True)
+    for kind in bases_gguf.TYPES:
+        with scratch() as folder:
+            path = folder / "model.gguf"
+            path.write_bytes(gguf_bytes([], [entry("a.weight", [K, N], NUMBERS[kind], 0)], bases_gguf.rows(kind, N, K)))
+            print(json.dumps([f"gguf-{kind}", *measure(path)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
