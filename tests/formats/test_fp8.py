@@ -202,3 +202,17 @@ def test_auto_rounds_groups_are_flattened(tmp_path):
     layer = one(tmp_path, config, {"weight": weight, "weight_scale": scales.reshape(-1)})
     s = scales.double()
     assert torch.equal(layer.weight().dequantize(), product(bits_of(weight, e4m3), lambda n, k: float(s[n, k // 24])))
+
+
+@pytest.mark.parametrize("shape", [(), (N,), (3, 3)])
+def test_gptqmodels_scales_divide(shape, tmp_path):
+    config = {"quant_method": "fp8", "bits": 8, "format": "float8_e4m3fn", "weight_scale_semantics": "inverse",
+              "weight_scale_method": "row", "weight_block_size": [16, 32] if len(shape) == 2 else None}  # fmt: skip
+    weight, scales = finite_fp8(N, K), torch.rand(shape, generator=torch.Generator().manual_seed(2)) + 3
+    layer = one(tmp_path / "a", config, {"weight": weight, "weight_scale_inv": scales})
+    grid = scales.reshape(layer.spec.grid)
+    spread = grid.repeat_interleave(-(-N // grid.shape[0]) if len(shape) < 2 else 16, 0)[:N]
+    spread = spread.repeat_interleave(-(-K // grid.shape[1]) if len(shape) < 2 else 32, 1)[:, :K]
+    assert layer.spec.act is None and torch.equal(layer.weight().dequantize(), weight.float() * spread.reciprocal())
+    with pytest.raises(CheckpointError, match="nothing can be divided by"):
+        one(tmp_path / "b", config, {"weight": weight, "weight_scale_inv": torch.zeros(shape)}).weight()

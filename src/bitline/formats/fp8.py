@@ -1,6 +1,7 @@
 """FP8 as DeepSeek, transformers, AutoFP8, Mistral, FBGEMM and AutoRound write it: one code each, and scales that multiply.
 
-`weight_scale_inv` is the inverse of what the quantizer divided by, so it multiplies like `weight_scale` and `scale` do.
+`weight_scale_inv` is the inverse of what the quantizer divided by, so it multiplies like `weight_scale` and `scale` do. Only
+GPTQModel has the weight divided by it, and says so in weight_scale_semantics.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 _INPUTS = ("input_scale", "activation_scale", "qscale_act")
 _CERTAIN = ("weight_scale_inv", "weight_scale", "qscale_weight")  # other modules have a `scale` too
 METHODS = ("fp8", "fbgemm_fp8", "mxfp8")
+_TINY = 1e-35  # a divisor below has no float32 reciprocal
 _USUAL = (128, 128)  # the block of every file known that does not name its own
 
 
@@ -45,6 +47,7 @@ class _Config(msgspec.Struct):
     fmt: str | None = None
     scale_fmt: str | None = None
     activation_scale_ub: float | None = None
+    weight_scale_semantics: Literal["inverse"] | None = None
     quant_method: str = "fp8"
     modules_to_not_convert: list[str] | None = None
     ignored_layers: list[str] | None = None
@@ -64,6 +67,8 @@ class _Config(msgspec.Struct):
         if (self.act_bits or 16) >= 16 if self.quant_method in AUTO_ROUND else (self.act_bits or 0) >= 16:
             return None  # AutoRound leaves out what is its default
         dtype = types.float8_e5m2 if self.fmt == "e5m2" else types.float8_e4m3fn
+        if self.activation_scheme is None and self.weight_scale_semantics is not None:
+            return None  # GPTQModel quantizes weights alone
         if self.activation_scheme == "static":
             return ActSpec(dtype, dynamic=False, granularity="tensor")
         if self.quant_method == "fbgemm_fp8":  # absolute values above the bound saturate
@@ -133,6 +138,9 @@ def _record(m: Layer, config: _Config, label: str, file: Path) -> LayerRecord:
     scale = m.need(SCALES, (*FLOATS, *E8M0))
     block, how = _block(m, scale, n, k, config, file)
     dtype = torch.float8_e8m0fnu if scale.dtype in E8M0 else scale.dtype
+    divides = config.weight_scale_semantics == "inverse"
+    if divides:
+        m.need(SCALES, (torch.float32,))
     act = config.act(min(block[1], k) if how in ("block", "group") else None)
     static = act is not None and not act.dynamic
     if static:
@@ -142,8 +150,11 @@ def _record(m: Layer, config: _Config, label: str, file: Path) -> LayerRecord:
     spec = LinearSpec(n, k, FP8[m.main.dtype], block, scale_dtype=dtype, act=act, bias=m.bias(n))
 
     def build() -> dict[str, Tensor | None]:
+        factor = m.read(SCALES).view(dtype).reshape(spec.grid)
+        if divides and not bool((factor.abs() > _TINY).all()):
+            raise m.error(scale, "a scale that nothing can be divided by", f"{float(factor.abs().min())}", f"more than {_TINY}")
         return {
-            "codes": m.read("weight").view(torch.uint8), "scale": m.read(SCALES).view(dtype).reshape(spec.grid),
+            "codes": m.read("weight").view(torch.uint8), "scale": factor.reciprocal() if divides else factor,
             "input_scale": m.read(_INPUTS).reshape(()) if static else None,
         }  # fmt: skip
 
