@@ -19,6 +19,7 @@ _ZEN = "tests/providers/inside_zentorch.py::"
 _FLASHINFER = "tests/providers/test_flashinfer.py::test_computes_what_the_spec_says"
 _MICRO = "tests/kernels/test_torch_micro.py::test_computes_what_the_spec_says"
 _GPUS = "tests/providers/test_gpu_providers.py::"
+_ARK = "tests/providers/inside_ark.py::"
 _XPU = "tests/providers/test_xpu.py::"
 
 PROOFS: dict[str, list[tuple[str, str, str]]] = {
@@ -35,6 +36,8 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "TorchInt4PackLinearKernel": [("cpu", CI, _TORCH_CPU)],
     "TorchInt8PackLinearKernel": [("cpu", CI, _TORCH_CPU)],
     "TorchInt8ScaledMMLinearKernel": [("cpu", CI, _TORCH_CPU), ("cuda", H200, _GPU + "test_int8_conformance")],
+    "ArkWNA16LinearKernel": [("cpu", PACKAGE, _ARK + "test_conforms")],
+    "ArkInt8WNA16LinearKernel": [("cpu", PACKAGE, _ARK + "test_eight_bit_inputs_are_close_and_by_name_alone")],
     "ZentorchWNA16LinearKernel": [("cpu", PACKAGE, _ZEN + "test_w4a16_conforms")],
     "ZentorchInt8ScaledMMLinearKernel": [("cpu", PACKAGE, _ZEN + "test_w8a8_computes_by_its_own_definition")],
     "TritonW4A16LinearKernel": [

@@ -28,6 +28,12 @@ def test_zentorch():
     assert "passed" in done.stdout
 
 
+def test_ark():
+    done = run("inside_ark.py", "auto_round_kernel")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "passed" in done.stdout
+
+
 def test_a_zentorch_whose_cache_is_on_is_refused():
     code = "import zentorch; from bitline.kernels.providers import zentorch as z; z._ops()"
     done = run(code, "zentorch", ZENDNNL_CACHE_OFF="0")

@@ -55,6 +55,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     ),
     "bitline.kernels.providers.fbgemm": ("FbgemmNvFp4LinearKernel",),
     "bitline.kernels.providers.aiter": ("AiterInt8ScaledMMLinearKernel",),
+    "bitline.kernels.providers.ark": ("ArkWNA16LinearKernel", "ArkInt8WNA16LinearKernel"),
     "bitline.kernels.providers.xpu": ("XPUwNa16LinearKernel", "XPUW4A8IntLinearKernel", "XPUMxFp8LinearKernel"),
     "bitline.kernels.native_cpu": ("CPUWNA16LinearKernel",),
     "bitline.kernels.providers.zentorch": ("ZentorchWNA16LinearKernel", "ZentorchInt8ScaledMMLinearKernel"),

@@ -35,6 +35,7 @@ from bitline.kernels.linear.config import (
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
+from bitline.kernels.linear.inc import INCARKLinearMethod, INCLayerConfig, INCXPULinearBase, INCXPULinearMethod
 from bitline.kernels.linear.parameter import (
     BitlineParameter,
     BlockScaleParameter,
@@ -57,14 +58,17 @@ from bitline.kernels.linear.protocol import (
     NvFp4LinearKernel,
     by_name,
 )
+from bitline.kernels.providers.ark import get_ark_state
 
 __all__ = [
     "BitlineParameter", "BlockScaleParameter", "ChannelScaleParameter", "FP8ScaledMMLinearKernel", "FP8ScaledMMLinearLayerConfig",
-    "Fp8BlockScaledDynamicMMLinearKernel", "GroupScaleParameter", "GroupShape", "Int8ScaledMMLinearKernel",
+    "Fp8BlockScaledDynamicMMLinearKernel", "GroupScaleParameter", "GroupShape",
+    "INCARKLinearMethod", "INCLayerConfig", "INCXPULinearBase", "INCXPULinearMethod", "Int8ScaledMMLinearKernel",
     "Int8ScaledMMLinearLayerConfig", "LinearKernel", "MPLinearKernel", "MPLinearLayerConfig", "ModelWeightParameter",
     "MxFp4LinearKernel", "MxFp4LinearLayerConfig", "Mxfp8LinearKernel", "Mxfp8LinearLayerConfig", "NvFp4LinearKernel",
     "NvFp4LinearLayerConfig", "PackedParameter", "PerTensorScaleParameter", "QuantKey", "RowParameter", "ScaleDesc",
-    "choose_linear_kernel", "choose_mp_linear_kernel", "choose_scaled_mm_linear_kernel", "init_fp8_linear_kernel",
+    "choose_linear_kernel", "choose_mp_linear_kernel", "choose_scaled_mm_linear_kernel", "get_ark_state",
+    "init_fp8_linear_kernel",
     "init_int8_linear_kernel", "init_linear_kernel", "init_mxfp4_linear_kernel", "init_mxfp8_linear_kernel",
     "init_nvfp4_linear_kernel", "is_supported_and_can_implement_kernel", "kFp8Dynamic128Sym", "kFp8DynamicTensorSym",
     "kFp8DynamicTokenSym", "kFp8Static128BlockSym", "kFp8StaticChannelSym", "kFp8StaticTensorSym", "permute_param_layout_",
