@@ -123,7 +123,7 @@ def is_integer(spec: LinearSpec) -> bool:
 def has_zero(spec: LinearSpec) -> bool:
     """True for integers that need zero points: they have some, or offsets, or their one zero is not the middle."""
     middle = 0 if spec.weight.signed else 1 << (spec.weight.bits - 1)
-    return spec.zero != "none" or spec.weight.bias != middle
+    return spec.zero != "none" or (is_integer(spec) and spec.weight.bias != middle)
 
 
 def rounded_form(spec: LinearSpec, bits: tuple[int, ...], allowed: tuple[int, ...] = (128, 64, 32)) -> LinearSpec:
