@@ -7,6 +7,7 @@ import torch
 
 import bitline
 from bitline import Platform, types
+from bitline.conversion import packing
 from bitline.kernels.linear import INCARKLinearMethod, INCLayerConfig, get_ark_state
 from bitline.kernels.providers.ark import ArkInt8WNA16LinearKernel, ArkWNA16LinearKernel
 from bitline.select import Policy
@@ -48,14 +49,23 @@ def test_eight_bit_inputs_are_close_and_by_name_alone():
     assert best == "ArkInt8WNA16LinearKernel" != bitline.choose(W4, HERE, Policy()).best.name
 
 
-def test_a_layer_of_the_fields_method():
-    weight = random_weight(W4.replace(n=64, k=256), 5)
-    method = INCARKLinearMethod(INCLayerConfig())
-    layer = torch.nn.Module()
-    method.create_weights(layer, 256, [64], 256, 64, torch.bfloat16)
-    codes = weight.unpacked().t().long().view(32, 8, 64)
-    layer.qweight.data.copy_((codes << (4 * torch.arange(8))[None, :, None]).sum(1).to(torch.int32))
+def words(fields):
+    """uint8 [R, C] to int32 [R, C / 8], the first in the low bits."""
+    return (fields.long().view(fields.shape[0], -1, 8) << (4 * torch.arange(8))).sum(2).to(torch.int32)
+
+
+@pytest.mark.parametrize("awq", [False, True])
+@pytest.mark.parametrize("sym", [False, True])
+def test_a_layer_of_the_fields_method(awq, sym):
+    """GPTQ v1 stores a zero point less one."""
+    weight = random_weight(W4 if sym else U4, 5)
+    method, layer = INCARKLinearMethod(INCLayerConfig(4, 128, sym, awq)), torch.nn.Module()
+    method.create_weights(layer, 256, [32, 32], 256, 64, torch.bfloat16)
+    layer.qweight.data.copy_(packing.awq_words(weight.codes, 256) if awq else words(weight.unpacked()).t())
     layer.scales.data.copy_(weight.scale.t())
+    if not sym:
+        fields = weight.zero.t().contiguous()
+        layer.qzeros.data.copy_(words(packing.awq_fields(fields) if awq else (fields - 1) & 15))
     method.process_weights_after_loading(layer)
     x = inputs(5, weight.spec)
     expected = x.float() @ weight.dequantize().T
