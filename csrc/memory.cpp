@@ -36,18 +36,18 @@ bool resident(uintptr_t at, size_t bytes) {
   return mincore(reinterpret_cast<void*>((at + bytes / 2) / page * page), 1, &there) == 0 && (there & 1);
 }
 
-// One large page's worth, or less at the ends.
-void bring(uintptr_t at, size_t bytes) {
+// A part of [begin, end), one large page or less. `advised`: large ones were asked for.
+void bring(uintptr_t at, size_t bytes, uintptr_t begin, uintptr_t end, bool advised) {
   if (resident(at, bytes)) return;
-  void* start = reinterpret_cast<void*>(at);
-  if (bytes == kLarge && !__atomic_load_n(&large_are_slow, __ATOMIC_RELAXED)) {
+  if (advised && bytes == kLarge && !__atomic_load_n(&large_are_slow, __ATOMIC_RELAXED)) {
     const double started = seconds();
-    *static_cast<volatile char*>(start) = 0;
-    if (seconds() - started > kSlow) __atomic_store_n(&large_are_slow, true, __ATOMIC_RELAXED);
+    *reinterpret_cast<volatile char*>(at) = 0;
+    if (seconds() - started < kSlow) return;
+    if (!__atomic_exchange_n(&large_are_slow, true, __ATOMIC_RELAXED))
+      madvise(reinterpret_cast<void*>(begin), end - begin, MADV_NOHUGEPAGE);
     return;
   }
-  if (bytes == kLarge) madvise(start, bytes, MADV_NOHUGEPAGE);
-  madvise(start, bytes, MADV_POPULATE_WRITE);
+  madvise(reinterpret_cast<void*>(at), bytes, MADV_POPULATE_WRITE);
 }
 #endif
 
@@ -62,12 +62,13 @@ BITLINE_EXPORT void bitline_prepare([[maybe_unused]] void* at, [[maybe_unused]] 
   const uintptr_t last = (reinterpret_cast<uintptr_t>(at) + uintptr_t(bytes)) / page * page;
   const uintptr_t begin = (first + kLarge - 1) / kLarge * kLarge, end = last / kLarge * kLarge;
   if (begin >= end) return;
-  if (!__atomic_load_n(&large_are_slow, __ATOMIC_RELAXED)) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  const bool advised = !__atomic_load_n(&large_are_slow, __ATOMIC_RELAXED) &&
+                       madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) == 0;
   const int64_t whole = int64_t((end - begin) / kLarge);
   bitline::parallel_for(whole + 2, [&](int64_t i) {
-    if (i < whole) bring(begin + uintptr_t(i) * kLarge, kLarge);
-    if (i == whole && first < begin) bring(first, begin - first);
-    if (i > whole && end < last) bring(end, last - end);
+    if (i < whole) bring(begin + uintptr_t(i) * kLarge, kLarge, begin, end, advised);
+    if (i == whole && first < begin) bring(first, begin - first, begin, end, advised);
+    if (i > whole && end < last) bring(end, last - end, begin, end, advised);
   });
 #endif
 }

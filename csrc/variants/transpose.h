@@ -78,12 +78,10 @@ struct Words {
 
 inline Words load(const uint32_t* p) {
   Words x;
-  for (int i = 0; i < 8; ++i) x.at[i] = p[i];
+  __builtin_memcpy(&x, p, sizeof x);  // p need not be aligned
   return x;
 }
-inline void store(uint32_t* p, Words x) {
-  for (int i = 0; i < 8; ++i) p[i] = x.at[i];
-}
+inline void store(uint32_t* p, Words x) { __builtin_memcpy(p, &x, sizeof x); }
 inline void transpose_block(Words (&x)[8]) {
   for (int i = 0; i < 8; ++i) {
     for (int j = 0; j < i; ++j) {

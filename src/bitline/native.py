@@ -33,7 +33,7 @@ SIGNATURES = {
     "bitline_unpack": "vplllip", "bitline_pack": "vplllip", "bitline_take": "ipllliplp",
     "bitline_transpose": "iplllip", "bitline_zero_points": "ipllliuiip", "bitline_prepare": "vpl",
     "bitline_int4pack": "vpllliiipillpp", "bitline_int4pack_scales": "ippplllllpldiip",
-    "bitline_gemm": "iplpppi", "bitline_gemm_pack": "vpllip", "bitline_bind": "is",
+    "bitline_gemm": "iplpppi", "bitline_gemm_pack_rows": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp", "bitline_bind": "is",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32, "d": ctypes.c_double,

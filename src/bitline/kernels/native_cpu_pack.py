@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitline import bits, native
+from bitline import native
 from bitline.types import ActSpec, LinearSpec
 from bitline.weight import QuantizedWeight
 
@@ -121,20 +121,24 @@ def pack(weight: QuantizedWeight) -> Tensor:
     columns, picks = _columns(weight)
     plan = layout(spec, len(picks))
     places, size = plan.places()
-    out = torch.zeros(size, dtype=torch.uint8)
+    out = native.empty(size, dtype=torch.uint8)
     part = lambda name, dtype: out[places[name] : places[name] + plan.sections()[name]].view(dtype)
+    out[places["codes"] + plan.sections()["codes"] :] = 0  # gaps, and what tables do not fill
     if plan.mapped:
         part("map", torch.int32).copy_(columns)
-    _streams(weight, plan, picks, part)
+    _streams(core, weight, plan, picks, part)
     values = _values(spec, plan.width)
     part("table32", torch.float32).copy_(values)
     _table16(values.bfloat16().view(torch.int16), part("table16", torch.int16))
     out[:HEADER] = torch.frombuffer(bytearray(_header(weight, plan, places, size)), dtype=torch.uint8)
     flip = 1 << (spec.weight.bits - 1) if spec.weight.signed else 0
-    step = max(ROWS, bits.rows_per_chunk(spec.k))
-    for r in range(0, spec.n, step):
-        raw = weight.unpacked(slice(r, min(r + step, spec.n))).contiguous()
-        core.gemm_pack(raw.data_ptr(), r, raw.shape[0], flip, out.data_ptr())
+    same = torch.equal(columns[: spec.k], torch.arange(spec.k, dtype=torch.int32))  # and padding after them
+    codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
+    failed = core.gemm_pack_rows(
+        codes.data_ptr(), codes.stride(0), spec.weight.bits, flip, None if same else columns.data_ptr(), out.data_ptr()
+    )
+    if failed:
+        raise MemoryError("no memory to pack a weight in")
     if weight.perm is not None:  # codes were taken by stored column, the input is by its own
         part("map", torch.int32).copy_(torch.where(columns < 0, columns, weight.perm[columns.clamp(min=0).long()]))
     return out
@@ -162,47 +166,40 @@ def _columns(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     return columns, picks
 
 
-def _streams(weight: QuantizedWeight, plan: Layout, picks: Tensor, part) -> None:  # type: ignore[no-untyped-def]
+def _streams(core: native.Core, weight: QuantizedWeight, plan: Layout, picks: Tensor, part) -> None:  # type: ignore[no-untyped-def]
     """Scales and offsets, coarse ones too, as [block][group][32]."""
     spec = weight.spec
-    rows = (torch.arange(spec.n) + spec.block_offset[0]) // spec.block[0]
-    raw = lambda t: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
-    grid = lambda t: raw(t).index_select(0, rows).index_select(1, picks)
+    every = torch.arange(max(plan.groups, 1))
+
+    def put(name: str, kind: int, grid: Tensor, each: int = spec.block[0], offset: int = spec.block_offset[0],
+            pick: Tensor = picks) -> None:  # fmt: skip
+        """grid: on the scale grid, rows for `each` rows of the weight; columns `pick` of it."""
+        values, to = grid.to(_STORED[kind]).contiguous(), part(name, torch.uint8)
+        core.gemm_pack_scales(
+            values.data_ptr(), values.shape[1], values.itemsize, spec.n, each, offset, pick.data_ptr(), len(pick), plan.rows,
+            to.data_ptr(),
+        )  # fmt: skip
+
+    def put_coarse(name: str, grid: Tensor) -> None:
+        assert spec.scale2_block is not None
+        put(name, F32, grid, spec.scale2_block[0], 0, every[: grid.shape[1]])
+
     fine = plan.scale in (U8, I8, E4M3)
-    put = lambda name, kind, t: _blocked(part(name, torch.uint8 if kind == E4M3 else _STORED[kind]), t, plan.rows)
-    put("scales", plan.scale, grid(weight.scale) if fine else grid(weight.scales()).to(_STORED[plan.scale]))
+    put("scales", plan.scale, weight.scale if fine or weight.scale2 is None else weight.scales())
     if fine:
         assert weight.scale2 is not None
-        _blocked(part("coarse_scales", torch.float32), _coarse(weight.scale2, spec), plan.rows)
+        put_coarse("coarse_scales", weight.scale2)
     if plan.offset == ZERO:
         assert weight.zero is not None
-        put("offsets", ZERO, (grid(weight.zero).int() - _center(spec)).to(torch.int8))
+        put("offsets", ZERO, (weight.zero - _center(spec)).view(torch.int8))  # modulo 256, as the difference is
     elif plan.offset in (U8, I8):
-        assert weight.offset is not None
-        put("offsets", plan.offset, grid(weight.offset))
-        second = torch.ones(1, 1).expand(weight.scale2.shape) if weight.offset2 is None else weight.offset2  # type: ignore[union-attr]
-        _blocked(part("coarse_offsets", torch.float32), _coarse(second, spec), plan.rows)
+        assert weight.offset is not None and weight.scale2 is not None
+        put("offsets", plan.offset, weight.offset)
+        put_coarse("coarse_offsets", torch.ones(1, 1).expand(weight.scale2.shape) if weight.offset2 is None else weight.offset2)
     elif plan.offset:
-        offsets = weight.offsets()
+        offsets = weight.offset if weight.offset2 is None else weight.offsets()
         assert offsets is not None
-        put("offsets", plan.offset, grid(offsets).to(_STORED[plan.offset]))
-
-
-def _coarse(scale2: Tensor, spec: LinearSpec) -> Tensor:
-    assert spec.scale2_block is not None
-    rows = torch.arange(spec.n) // spec.scale2_block[0]
-    return scale2.float().index_select(0, rows)
-
-
-def _blocked(to: Tensor, values: Tensor, rows: int) -> None:
-    """Write [n, groups] as [rows / 32, groups, 32]; rows past n stay zero."""
-    groups = values.shape[1]
-    blocks = to.view(rows // ROWS, groups, ROWS)
-    whole = values.shape[0] // ROWS
-    blocks[:whole] = values[: whole * ROWS].view(whole, ROWS, groups).transpose(1, 2)
-    rest = values.shape[0] - whole * ROWS
-    if rest:
-        blocks[whole, :, :rest] = values[whole * ROWS :].t()
+        put("offsets", plan.offset, offsets)
 
 
 def _center(spec: LinearSpec) -> int:

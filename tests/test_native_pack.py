@@ -1,0 +1,114 @@
+"""The packed weight of the native kernel against a slow packer of its layout (csrc/gemm.h), at every level."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from bitline import bits, native, types
+from bitline.kernels import native_cpu_pack as packing
+from bitline.testing.generators import random_weight
+from bitline.types import LinearSpec
+
+pytestmark = pytest.mark.skipif(native.core() is None, reason=f"no native core: {native.why_not()}")
+
+# Columns of a step, and its planes: (first column, bits of each, from which bit on).
+STEPS = {
+    2: (16, [(0, 2, 0)]), 3: (32, [(0, 2, 0), (16, 2, 0), (0, 1, 2)]), 4: (8, [(0, 4, 0)]),
+    5: (32, [(0, 4, 0), (8, 4, 0), (16, 4, 0), (24, 4, 0), (0, 1, 4)]), 6: (16, [(0, 4, 0), (8, 4, 0), (0, 2, 4)]),
+    8: (4, [(0, 8, 0)]),
+}  # fmt: skip
+
+
+@pytest.fixture(params=native.isas() or native.LEVELS[:1], autouse=True)
+def level(request):
+    before = native.isa()
+    native.use_isa(request.param)
+    yield request.param
+    native.use_isa(before)
+
+
+def slow_codes(codes, plan):
+    """Codes [rows, kp], one a byte, as int64 words [block][step * words][32]."""
+    step, planes = STEPS[plan.width]
+    out = torch.zeros(plan.rows // 32, plan.kp // step * len(planes), 32, dtype=torch.int64)
+    for s in range(plan.kp // step):
+        u = codes[:, s * step : (s + 1) * step].long()
+        for w, (first, width, start) in enumerate(planes):
+            word = torch.zeros(plan.rows, dtype=torch.int64)
+            for c in range(32 // width):
+                word |= ((u[:, first + c] >> start) & ((1 << width) - 1)) << (c % 2 * 16 + c // 2 * width)
+            out[:, s * len(planes) + w] = word.view(-1, 32)
+    return out
+
+
+def spec_of(n, k, scalar, group, **more):
+    return LinearSpec(n, k, scalar, (1, group), **({"scale_dtype": torch.bfloat16} | more))
+
+
+SPECS = [
+    spec_of(64, 256, types.uint4b8, 128), spec_of(33, 100, types.uint4b8, 100), spec_of(70, 96, types.uint4, 32, zero="int"),
+    spec_of(32, 4096, types.uint4b8, 128), spec_of(64, 256, types.int4, 64), spec_of(65, 75, types.int4, 75),
+    spec_of(40, 90, types.uint4b8, 30), spec_of(96, 512, types.uint3b4, 128), spec_of(31, 77, types.uint3b4, 77),
+    spec_of(64, 2080, types.uint3b4, 32), spec_of(40, 640, types.uint2b2, 64), spec_of(35, 33, types.uint2, 33, zero="int"),
+    spec_of(64, 192, types.uint1, 64, zero="int"), spec_of(64, 512, types.uint5b16, 128), spec_of(63, 65, types.uint5b16, 65),
+    spec_of(64, 1024, types.uint6b32, 128), spec_of(50, 52, types.uint6b32, 52), spec_of(48, 160, types.uint7b64, 32),
+    spec_of(64, 256, types.uint8b128, 128), spec_of(37, 131, types.int8, 131), spec_of(64, 384, types.float8_e4m3fn, 128),
+    spec_of(64, 320, types.float4_e2m1, 32, scale_dtype=torch.float8_e8m0fnu), spec_of(64, 100, types.float6_e3m2, 100),
+    spec_of(64, 256, types.uint4b8, 64, act_order=True), spec_of(40, 96, types.uint4, 20, zero="int", act_order=True),
+    spec_of(40, 96, types.uint4b8, 32, ragged=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_codes(spec):
+    weight = random_weight(spec, seed=3)
+    spec = weight.spec
+    columns, picks = packing._columns(weight)
+    plan = packing.layout(spec, len(picks))
+    raw = weight.unpacked()
+    if spec.weight.signed:
+        raw = raw ^ (1 << (spec.weight.bits - 1))
+    chosen = torch.zeros(plan.rows, plan.kp, dtype=torch.uint8)
+    there = columns >= 0
+    chosen[: spec.n, : len(columns)][:, there] = raw[:, columns[there].long()]
+    places, _ = plan.places()
+    found = packing.pack(weight)[places["codes"] :][: plan.sections()["codes"]].view(torch.int32)
+    assert torch.equal(found.long() & 0xFFFFFFFF, slow_codes(chosen, plan).flatten())
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_scales(spec):
+    weight = random_weight(spec, seed=4)
+    _, picks = packing._columns(weight)
+    plan = packing.layout(weight.spec, len(picks))
+    places, size = plan.places()
+    packed = packing.pack(weight)
+    assert packed.shape == (size,)
+    stored = packing._STORED[plan.scale]
+    found = packed[places["scales"] :][: plan.sections()["scales"]].view(stored).view(plan.rows // 32, -1, 32)
+    expected = torch.zeros(plan.rows, plan.groups, dtype=stored)
+    expected[: weight.spec.n] = weight.scales().to(stored)[:, picks]
+    assert torch.equal(found.transpose(1, 2).reshape(plan.rows, -1), expected)
+    if plan.offset == packing.ZERO:
+        found = packed[places["offsets"] :][: plan.sections()["offsets"]].view(torch.int8).view(plan.rows // 32, -1, 32)
+        zero = weight.zero.int()[:, picks] - packing._center(weight.spec)
+        assert torch.equal(found.transpose(1, 2).reshape(plan.rows, -1)[: weight.spec.n].int(), zero)
+
+
+def test_bits_past_the_last_code_are_ignored():
+    weight = random_weight(spec_of(64, 77, types.uint3b4, 77), seed=5)
+    noisy = weight.codes.clone()
+    noisy[:, -1] |= 0x80
+    assert 77 * 3 % 8 == 7 and not torch.equal(noisy, weight.codes)
+    other = dataclasses.replace(weight, codes=noisy)
+    assert torch.equal(packing.pack(other), packing.pack(weight))
+
+
+def test_rows_that_lie_apart_at_the_end_of_their_memory():
+    weight = random_weight(spec_of(40, 1000, types.uint4b8, 1000), seed=6)
+    wide = torch.zeros(40, weight.codes.shape[1] + 3, dtype=torch.uint8)
+    wide[:, 3:] = weight.codes
+    strided = dataclasses.replace(weight, codes=wide[:, 3:])
+    assert torch.equal(packing.pack(strided), packing.pack(weight))
+    assert torch.equal(bits.unpack(wide[:, 3:], 4, 1000), weight.unpacked())
