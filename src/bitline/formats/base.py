@@ -16,6 +16,7 @@ from bitline.weight import QuantizedWeight
 
 SPARE_BYTES = 64 << 20  # what reading may take beyond what the files hold
 MOST_EXPERTS = 1 << 14  # in one tensor; models have hundreds
+MOST_ORDERED = 1 << 22  # columns in activation order; models have tens of thousands
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,15 @@ def check_experts(info: TensorInfo, experts: int) -> None:
         raise CheckpointError(
             "more experts in one tensor than any model has", file=info.file, tensor=info.name, field="shape", found=experts,
             expected=f"at most {MOST_EXPERTS}",
+        )  # fmt: skip
+
+
+def check_order(info: TensorInfo, columns: int) -> None:
+    """An error where an activation order has more columns than any layer: sorting them takes 16 bytes each."""
+    if columns > MOST_ORDERED:
+        raise CheckpointError(
+            "an activation order of more columns than any layer has", file=info.file, tensor=info.name, field="shape",
+            found=columns, expected=f"at most {MOST_ORDERED}",
         )  # fmt: skip
 
 

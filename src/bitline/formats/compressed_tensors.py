@@ -18,7 +18,7 @@ from bitline.formats._hints import KV_ODDITY
 from bitline.formats._layer import E8M0, Layer, e5m3_scales
 from bitline.formats._layer import FLOATS as _SCALES
 from bitline.formats._stacks import unstacked
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_order
 from bitline.formats.config import find_quantization, quantization_config
 from bitline.formats.ct_codes import Packed, column_order, narrow_integers, zero_points
 from bitline.formats.ct_config import E5M3
@@ -203,6 +203,7 @@ def _pack_quantized(m: _Module) -> _Plan:
     perm = groups = None
     if (index := m.find("weight_g_idx")) is not None:
         m.need("weight_g_idx", (torch.int32, torch.int64))
+        check_order(index, k)
         if index.shape != (k,):
             raise m.error(index, "an activation order does not fit its weight", list(index.shape), [k])
         count = -(-k // block[1])

@@ -19,7 +19,7 @@ from bitline.errors import CheckpointError
 from bitline.formats import _words
 from bitline.formats._intconfig import ModuleSettings, packing
 from bitline.formats._intmodule import IntModule, modules
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_order
 from bitline.formats.config import find_quantization
 from bitline.types import LinearSpec
 
@@ -164,6 +164,7 @@ def _check_padding(m: IntModule, words: Tensor, k: int, planar: bool) -> None:
 
 
 def _order(m: IntModule, info: TensorInfo, k: int, size: int) -> tuple[Tensor | None, Tensor | None]:
+    check_order(info, k)
     try:
         return _words.column_order(m.read("g_idx"), size, m.groups)
     except ValueError as error:
