@@ -167,7 +167,7 @@ class MicroscaledKernel(Kernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """Eight passes over x and as many launches; the product at a share of its rates, FP4 at twice that of FP8."""
+        """Thirty passes over x and as many launches; the product at a share of its rates, FP4 at twice that of FP8."""
         rate = platform.rates.of("fp8") * (2 if cls.micro.per_byte == 2 else 1)
-        quantize = 8 * (3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch)
+        quantize = 30 * (3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch)
         return quantize + roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=rate) / cls.share
