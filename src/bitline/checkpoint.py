@@ -8,21 +8,21 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import entry_points
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from bitline import formats
 from bitline.errors import BitlineError, CheckpointError, OutOfMemoryError
 from bitline.formats.base import SPARE_BYTES, LayerRecord, Reader, TensorInfo, TensorSource
 from bitline.formats.config import find_quantization
 from bitline.formats.source import PICKLES, SafetensorsSource, pickle_error
 
-# Modules that have a READER. Readers of one method tell each other apart by their `matches`.
-BUILT_IN = ("gptq", "awq", "compressed_tensors", "fp8", "modelopt", "mxfp4", "gguf", "bitsandbytes", "quark", "hqq", "torchao")
 # Methods that are known by name and that no reader takes yet.
 NOT_YET = (
     "aqlm", "auto-round", "bitnet", "eetq", "exl2", "exl3", "fouroversix", "fp_quant", "higgs", "inc", "intel/auto-round",
@@ -180,32 +180,61 @@ def _open_source(path: Path) -> TensorSource:
     return SafetensorsSource(path)
 
 
-def _readers() -> Iterator[Reader]:
-    """Registered readers, then the built-in ones, then those of installed packages, imported one by one as needed."""
+def _readers(method: str) -> Iterator[Reader]:
+    """Registered readers, then the built-in ones, then those of installed packages, imported one by one as needed.
+
+    Built in is every module of bitline.formats that has a READER. Their `matches` exclude each other, so their order is no
+    matter: the one that is named like the method comes first, for speed, then all by name.
+    """
     yield from _registered
-    for name in BUILT_IN:
-        yield importlib.import_module(f"bitline.formats.{name}").READER
+    names = (module.name for module in pkgutil.iter_modules(formats.__path__) if not module.name.startswith("_"))
+    for name in sorted(names, key=lambda name: (name != method.replace("-", "_"), name)):
+        reader = getattr(importlib.import_module(f"bitline.formats.{name}"), "READER", None)
+        if reader is not None:
+            yield reader
     for point in entry_points(group="bitline.formats"):
         try:
-            yield _made(point.load())
-        except Exception as error:  # a stranger's code: it is reported by its name and takes nothing else down
-            plugin_failures[point.name] = f"{type(error).__name__}: {error}"
-            log.warning("format plug-in %s (%s) failed to load: %s", point.name, point.value, plugin_failures[point.name])
+            yield _PlugIn(point, _made(point.load()))
+        except (Exception, SystemExit) as error:
+            _report(point, "load", error)
+
+
+class _PlugIn:
+    """A stranger's reader, which takes nothing else down where it fails to say whether a checkpoint is its own."""
+
+    def __init__(self, point: EntryPoint, reader: Reader) -> None:
+        self._point, self._reader, self.name = point, reader, str(reader.name)
+
+    def matches(self, source: TensorSource) -> bool:
+        try:
+            return bool(self._reader.matches(source))
+        except (Exception, SystemExit) as error:
+            _report(self._point, "look at a checkpoint", error)
+            return False
+
+    def layers(self, source: TensorSource) -> Iterable[LayerRecord]:
+        return self._reader.layers(source)
+
+
+def _report(point: EntryPoint, what: str, error: BaseException) -> None:
+    plugin_failures[point.name] = f"{type(error).__name__}: {error}"
+    log.warning("format plug-in %s (%s) failed to %s: %s", point.name, point.value, what, plugin_failures[point.name])
 
 
 def _find_reader(source: TensorSource) -> Reader | None:
     """The reader that takes this checkpoint, None where it is not quantized; otherwise a CheckpointError says why."""
     config, file = find_quantization(source)
-    for reader in _readers():
+    method, asked = str(config.get("quant_method", "")), []
+    for reader in _readers(method):
+        asked.append(reader.name)
         if _guard(functools.partial(reader.matches, source), source.path, reader.name):
             return reader
-    method = config.get("quant_method")
     if not config or method in ("none", "fp16", "bf16"):
         return None
     found = f"quant_method {method!r}"
     if config.get("packing_format"):
         found += f" with packing_format {config['packing_format']!r}"
-    readers = ", ".join([*(r.name for r in _registered), *BUILT_IN]).replace("_", "-")
+    readers = ", ".join(asked)
     known = method in NOT_YET
     raise CheckpointError(
         f"quantization {method!r} is {'not supported yet' if known else 'not known'}", file=file,

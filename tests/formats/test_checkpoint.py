@@ -109,7 +109,7 @@ def test_paths_that_hold_no_checkpoint(make, message, tmp_path):
 @pytest.mark.parametrize(
     ("method", "message"),
     [("quip", "not supported yet"), ("vptq", "not supported yet"), ("AQLM", "'aqlm' is not supported yet"),
-     ("nonsense", "'nonsense' is not known.*gptq, awq, compressed-tensors.*torchao.*register_format")],
+     ("nonsense", "'nonsense' is not known.*awq, bitsandbytes, compressed-tensors.*gptq.*torchao.*register_format")],
 )  # fmt: skip
 def test_methods_without_a_reader(method, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
