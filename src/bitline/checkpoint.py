@@ -180,7 +180,7 @@ def _open_source(path: Path) -> TensorSource:
     return SafetensorsSource(path)
 
 
-def _readers(method: str) -> Iterator[Reader]:
+def _readers(method: str = "") -> Iterator[Reader]:
     """Registered readers, then the built-in ones, then those of installed packages, imported one by one as needed.
 
     Built in is every module of bitline.formats that has a READER. Their `matches` exclude each other, so their order is no
