@@ -19,14 +19,30 @@ import oracle_int
 import oracle_other
 import oracle_quark
 from oracle_files import Files, Layer, NoReading, read_files
+from oracle_stacks import unstacked
 
 _CT_PACKINGS = ("auto_round:llm_compressor", "auto_round:fp8_static")
+
+
+def _mxfp8(files: Files) -> dict[str, Layer]:
+    """fp8's layout in blocks of 32 columns."""
+    files.config["weight_block_size"] = [1, 32]
+    return oracle_float.fp8(files)
+
 
 # Families by quant_method; variants that come later add theirs here.
 FAMILIES: dict[str, Callable[[Files], dict[str, Layer]]] = {
     "gptq": oracle_int.layers, "awq": oracle_int.layers, "compressed-tensors": oracle_ct.layers, "fp8": oracle_float.fp8,
+    "mxfp8": _mxfp8,
     "mxfp4": oracle_float.mxfp4, "bitsandbytes": oracle_other.bitsandbytes, "quark": oracle_quark.layers,
     "hqq": oracle_other.hqq, "torchao": oracle_other.torchao,
+}  # fmt: skip
+
+
+_FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+# Families whose experts may be stacked, and the dtypes of such codes.
+_STACKED = {
+    oracle_ct.layers: ("I32", "U8", "I8", *_FP8), oracle_float.fp8: ("I8", *_FP8), oracle_float.modelopt: ("U8", "I8", *_FP8),
 }  # fmt: skip
 
 
@@ -36,7 +52,8 @@ def _family(files: Files) -> Callable[[Files], dict[str, Layer]]:
         packing = files.config.get("packing_format")
         if packing in _CT_PACKINGS:
             return oracle_ct.layers
-        return oracle_float.fp8 if packing == "auto_round:fp8" else oracle_int.layers
+        floats = packing is None and str(files.config.get("data_type")).startswith("fp")
+        return oracle_float.fp8 if packing == "auto_round:fp8" or floats else oracle_int.layers
     if method.startswith("modelopt"):
         return oracle_float.modelopt
     if method in FAMILIES:
@@ -71,7 +88,10 @@ def layers(path: Path) -> dict[str, Layer]:
         if path.suffix == ".gguf":
             return oracle_gguf.layers(path)
         files = read_files(path)
-        return _family(files)(files)
+        family = _family(files)
+        if family in _STACKED:
+            unstacked(files, _STACKED[family])
+        return family(files)
     except NoReading:
         raise
     except Exception as error:  # what it trips over has no sound reading

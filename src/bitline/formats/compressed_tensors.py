@@ -189,7 +189,8 @@ def _pack_quantized(m: _Module) -> _Plan:
     rows, columns = m.matrix("weight_packed", (torch.int32,))
     width, symmetric = _integers(m)
     shape = m.need("weight_shape", (torch.int64, torch.int32))
-    sizes = m.read("weight_shape").flatten().tolist()[-2:] if shape.nbytes <= 64 else []  # [E, N, K] of stacked experts
+    sizes = m.read("weight_shape").flatten().tolist() if shape.nbytes <= 64 else []
+    sizes = sizes[1:] if len(sizes) == 3 else sizes  # [E, N, K] of stacked experts
     if len(sizes) != 2 or sizes[0] != rows or not 1 <= sizes[1] <= columns * 32:
         raise m.error(shape, "weight_shape does not fit weight_packed", sizes, f"[{rows}, K] for {rows} x {columns} words")
     n, k = rows, int(sizes[1])
@@ -337,6 +338,8 @@ def _mx_int(m: _Module) -> _Plan:
 
     As integers they are up to 7 quarters: the scales are a quarter of the stored ones, which bfloat16 holds.
     """
+    if not (m.scheme.loose and m.scheme.weights.scale_dtype == "torch.uint8"):
+        raise m.error(m.main, "minifloats that the config calls integers", m.scheme.weights.type, "float, or AutoRound's mx_int")
     n, columns = m.matrix("weight_packed", (torch.uint8,))
     if m.scheme.weights.num_bits != 4:
         raise m.error(m.main, "codes do not fit their config", f"mx_int {m.scheme.weights.num_bits} bits", "4 bits")

@@ -94,7 +94,7 @@ class FP8Reader:
         config = quantization_config(source)
         if config.get("quant_method") in AUTO_ROUND:
             packing, floats = config.get("packing_format"), str(config.get("data_type")).startswith("fp")
-            return packing == "auto_round:fp8" or (floats and (packing is None or packing.endswith(":fp8")))
+            return packing == "auto_round:fp8" or (floats and (packing is None or str(packing).endswith(":fp8")))
         return config.get("quant_method") in METHODS
 
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
