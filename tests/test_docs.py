@@ -38,7 +38,9 @@ def test_toy_kernel_of_the_guide_passes_conformance_and_is_chosen():
 
 def test_toy_format_of_the_guide_reads_and_refuses(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_registered", [])
-    exec(compile(blocks("adding-a-format.md")[0], "adding-a-format.md", "exec"), {})
+    scope: dict = {}
+    exec(compile(blocks("adding-a-format.md")[0], "adding-a-format.md", "exec"), scope)
+    bitline.register_format(scope["ToyReader"])
     codes = torch.randint(-127, 128, (6, 10), dtype=torch.int8)
     scale = torch.rand(6) + 0.1
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "toy"}}))

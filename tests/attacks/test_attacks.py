@@ -11,8 +11,8 @@ from pathlib import Path
 import corpus
 import corpus_float  # noqa: F401  (its attacks are in the corpus once it is imported)
 import corpus_gguf_types  # noqa: F401
-import corpus_variants  # noqa: F401
 import corpus_memory  # noqa: F401
+import corpus_variants  # noqa: F401
 import pytest
 import torch
 from bases import FAMILIES, LAYER, gptq, llama_folder, write
