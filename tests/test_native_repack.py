@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitline import bits, native, types
+from bitline import bits, memory, native, types
 from bitline.formats import _words
 from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel
 from bitline.rounding import quantize
@@ -174,9 +174,9 @@ def test_all_finite(dtype):
 
 
 def test_large_memory():
-    out = native.empty(3000, 4096, dtype=torch.uint8)
+    out = memory.empty(3000, 4096, dtype=torch.uint8)
     assert out.shape == (3000, 4096) and out.is_contiguous()
-    assert (out.fill_(7) == 7).all() and native.empty(0, 5, dtype=torch.int32).shape == (0, 5)
+    assert (out.fill_(7) == 7).all() and memory.empty(0, 5, dtype=torch.int32).shape == (0, 5)
 
 
 INT4PACK = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitline import native
+from bitline import memory, native
 
 ROW_CHUNK_BYTES = 1 << 21  # a chunk of unpacked rows, and its float32 values, stay in a last-level cache
 
@@ -107,7 +107,7 @@ def take(codes: Tensor, bits: int, k: int, index: Tensor) -> Tensor:
     """Columns `index` (int64 [K']) of packed rows of k columns, repacked. An IndexError where one is outside [0, k)."""
     core = native.usable(codes, index)
     if core is not None and index.dtype == torch.int64:
-        out = native.empty(codes.shape[0], row_bytes(index.numel(), bits), dtype=torch.uint8)
+        out = memory.passing(codes.shape[0], row_bytes(index.numel(), bits), dtype=torch.uint8)
         failed = core.take(
             codes.data_ptr(), codes.stride(0), codes.shape[0], k, bits, index.data_ptr(), index.numel(), out.data_ptr()
         )

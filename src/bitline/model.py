@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitline import memory
 from bitline.checkpoint import Checkpoint, open_checkpoint
 from bitline.embedding import QuantEmbedding
 from bitline.errors import BitlineError, CheckpointError, InputError, OutOfMemoryError
@@ -87,6 +88,8 @@ def _load(
         if type(error) is RuntimeError and "alloc" not in str(error):  # how torch says that this machine's memory is full
             raise
         raise OutOfMemoryError(f"no memory on {device} for the model", file=checkpoint.path) from error
+    finally:
+        memory.release()
     model.bitline_weights, model.bitline_checkpoint = filler.weights, checkpoint
     if filler.quantized:
         model.save_pretrained = functools.partial(_refuse, "be saved", checkpoint.path)

@@ -17,7 +17,6 @@ from bitline import env
 from bitline.errors import InputError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 ABI = 1  # of bitline_abi() in csrc/isa.cpp
@@ -33,13 +32,13 @@ SIGNATURES = {
     "bitline_unpack": "vplllip", "bitline_pack": "vplllip", "bitline_take": "ipllliplp",
     "bitline_transpose": "iplllip", "bitline_zero_points": "ipllliuiip", "bitline_prepare": "vpl",
     "bitline_int4pack": "vpllliiipillpp", "bitline_int4pack_scales": "ippplllllpldiip",
-    "bitline_gemm": "iplpppi", "bitline_gemm_pack_rows": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp", "bitline_bind": "is",
+    "bitline_gemm": "iplpppi", "bitline_bind": "is",
+    "bitline_gemm_pack_rows": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32, "d": ctypes.c_double,
     "s": ctypes.c_char_p, "v": None,
 }  # fmt: skip
-LARGE = 4 << 20  # bytes: memory of this size has a large page of its own wherever it begins
 # The first bits, without the sign, of a number that is not finite.
 _NOT_FINITE = {"torch.float16": 0x7C00, "torch.bfloat16": 0x7F80, "torch.float32": 0x7F800000,
                "torch.float8_e4m3fn": 0x7F, "torch.float8_e5m2": 0x7C}  # fmt: skip
@@ -163,18 +162,6 @@ def usable(*tensors: Tensor) -> Core | None:
         if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or (tensor.dim() and tensor.stride(-1) != 1):
             return None
     return None if torch.compiler.is_compiling() else core()
-
-
-def empty(*shape: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """torch.empty, under large pages where it is large: a system takes longer to bring small pages than to copy into them."""
-    import torch
-
-    out = torch.empty(shape, dtype=dtype, device=device)
-    if out.nbytes >= LARGE and out.device.type == "cpu" and type(out) is torch.Tensor:
-        found = core()
-        if found is not None:
-            found.prepare(out.data_ptr(), out.nbytes)
-    return out
 
 
 def all_finite(x: Tensor) -> bool | None:

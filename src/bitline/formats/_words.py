@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitline import bits, native
+from bitline import bits, memory, native
 
 # Planes of GPTQModel's planar words, (width, first bit), lowest first: 32 codes are `width` words of each plane.
 PLANES = {3: ((2, 0), (1, 2)), 5: ((4, 0), (1, 4)), 6: ((4, 0), (2, 4)), 7: ((4, 0), (2, 4), (1, 6))}
@@ -23,7 +23,7 @@ def transpose_words(words: Tensor) -> Tensor:
     core = native.usable(words)
     if core is None:
         return words.t().contiguous().view(torch.uint8)
-    out = native.empty(words.shape[1], words.shape[0], dtype=torch.int32)
+    out = memory.passing(words.shape[1], words.shape[0], dtype=torch.int32)
     core.transpose_words(words.data_ptr(), words.stride(0), *words.shape, out.data_ptr(), out.shape[1])
     return out.view(torch.uint8)
 
@@ -33,7 +33,7 @@ def ordered_words(words: Tensor, width: int, perm: Tensor) -> Tensor:
     core = native.usable(words, perm)
     if core is None or 32 % width or width > 8:
         return bits.take(transpose_words(words), width, perm.numel(), perm.long())
-    out = native.empty(words.shape[1], words.shape[0], dtype=torch.int32)
+    out = memory.passing(words.shape[1], words.shape[0], dtype=torch.int32)
     failed = core.ordered_words(
         words.data_ptr(), words.stride(0), perm.data_ptr(), perm.numel(), width, words.shape[1], out.data_ptr(), out.shape[1]
     )
@@ -107,7 +107,7 @@ def awq_codes(words: Tensor, n: int) -> Tensor:
     """
     k, columns = words.shape
     blocks = -(-k // 8)
-    out = native.empty(columns, 8, blocks, dtype=torch.int32)
+    out = memory.passing(columns, 8, blocks, dtype=torch.int32)
     rows = out.view(torch.uint8).view(n, 4 * blocks)[:, : bits.row_bytes(k, 4)]
     core = native.usable(words)
     if core is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitline import native
+from bitline import memory, native
 from bitline.types import ActSpec, LinearSpec
 from bitline.weight import QuantizedWeight
 
@@ -121,7 +121,7 @@ def pack(weight: QuantizedWeight) -> Tensor:
     columns, picks = _columns(weight)
     plan = layout(spec, len(picks))
     places, size = plan.places()
-    out = native.empty(size, dtype=torch.uint8)
+    out = memory.empty(size, dtype=torch.uint8)
     part = lambda name, dtype: out[places[name] : places[name] + plan.sections()[name]].view(dtype)
     out[places["codes"] + plan.sections()["codes"] :] = 0  # gaps, and what tables do not fill
     if plan.mapped:

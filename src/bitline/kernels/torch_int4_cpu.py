@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bitline import native
+from bitline import memory, native
 from bitline.activations import fake_quantize
 from bitline.kernels import cpu_costs, int4pack
 from bitline.kernels.base import Kernel, Packed
@@ -68,7 +68,7 @@ class TorchInt4PackLinearKernel(Kernel):
         """codes uint8 [N', planes * K' / 2] in torch's layout; scales bfloat16 [planes * K' / g, N', 2] of (s, z)."""
         spec = weight.spec
         nibbles, g, (n_pad, k_pad) = _require(spec), _group(spec) or 0, _padded(spec)
-        codes = native.empty(n_pad, nibbles.planes * k_pad // 2, dtype=torch.uint8, device=weight.device)
+        codes = memory.empty(n_pad, nibbles.planes * k_pad // 2, dtype=torch.uint8, device=weight.device)
         scales = torch.zeros(nibbles.planes * k_pad // g, n_pad, 2, dtype=torch.bfloat16, device=weight.device)
         if not _pack_natively(weight, nibbles, codes, scales, k_pad, g):
             step = max(int4pack.ROWS, (1 << 18) // k_pad // int4pack.ROWS * int4pack.ROWS)  # a chunk is 1 MiB as int32
