@@ -118,3 +118,11 @@ def test_targets_and_ignore_lists_under_other_wrappings(name, tmp_path):
     conf["config_groups"]["g"]["targets"] = ["model.layers.0.qkv_proj"]
     (record,) = write(tmp_path, conf, {}, modules={f"{name}.{k}": v for k, v in eight().items()}).layers()
     assert "ignore list names this layer" in record.oddities[0]
+
+
+@pytest.mark.parametrize("key", ["m.proj", "model.m.proj", "model.language_model.m.proj"])
+def test_auto_rounds_settings_of_one_layer_under_other_wrappings(key, tmp_path):
+    settings = auto_round(data_type="mx_fp", group_size=32, packing_format="auto_round:llm_compressor", extra_config={
+        "model.other": {"bits": 4}, key: {"bits": 8}})  # fmt: skip
+    tensors = {"weight": random_bytes(N, K, below=120).view(torch.float8_e4m3fn), "weight_scale": random_bytes(N, 2, below=250)}
+    assert one(tmp_path, settings, tensors).format == "compressed-tensors mxfp8-quantized"

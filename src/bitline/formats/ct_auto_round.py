@@ -11,6 +11,7 @@ import msgspec
 
 from bitline.errors import CheckpointError
 from bitline.formats._json import invalid_config
+from bitline.formats._names import ByName
 from bitline.formats._patterns import Effort, Pattern, PatternError
 from bitline.formats.ct_config import E5M3, QuantArgs, Scheme, Schemes, act_spec
 
@@ -57,7 +58,8 @@ class AutoRoundSchemes(Schemes):
         self._order = {key: i for i, key in enumerate(extra)}
         effort = Effort(file, "extra_config")
         try:  # a key of word characters and dots alone is a name
-            self._patterns = [Pattern(key, effort) for key in extra if not re.fullmatch(r"[\w.]*", key)]
+            self._names = ByName({key: key for key in extra if re.fullmatch(r"[\w.]*", key)})
+            self._patterns = [Pattern(key, effort) for key in extra if key not in self._names]
         except PatternError as error:
             raise invalid_config(error, file, "extra_config") from error
         self.find("")  # a config that is wrong for every layer is wrong now
@@ -66,7 +68,9 @@ class AutoRoundSchemes(Schemes):
         """The scheme of a module; extra_config's keys are names, or patterns that are searched for."""
         changes: dict[str, Any] = {}
         try:
-            keys = {p.text for p in self._patterns if p.search(module)} | ({module} & self._extra.keys()) if module else set()
+            keys = {p.text for p in self._patterns if p.search(module)} if module else set()
+            if (named := self._names.find(module)) is not None:
+                keys.add(named)
             for key in sorted(keys, key=self._order.__getitem__):  # what comes later in the file rules
                 changes |= self._extra[key]
             return _scheme(msgspec.convert({**self._raw, **changes}, _Keys))
