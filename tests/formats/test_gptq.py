@@ -204,6 +204,14 @@ def test_extra_config_prefers_the_name_to_patterns(tmp_path):
     assert [r.spec.weight.bits for r in records] == [4, 8, 2]
 
 
+def test_extra_config_under_another_wrapping(tmp_path):
+    layers = {"model.language_model.layers.0.a": gptq(*random_layer(K, N, 3, 8), 8)}
+    extra = {"model.layers.0.a": {"bits": 8}, "model.layers.1.a": {"bits": 2}}
+    conf = {"quant_method": "auto-round", "bits": 4, "group_size": G, "sym": True, "extra_config": extra}
+    (record,) = write(tmp_path, conf, layers).layers()
+    assert record.spec.weight.bits == 8
+
+
 @pytest.mark.parametrize(
     "dynamic", [{"-:(": {}}, {"a{99999999999}": {}}, ["x"], {"x": 3}, {"x": {"bits": "4"}}, {"x": {"group_size": 0}}],
     ids=["bracket", "overflow", "list", "number", "text", "zero"],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
+from bitline.formats._names import ByName
 from bitline.formats._patterns import Effort, Pattern, PatternError
 
 AUTO_ROUND = ("auto-round", "intel/auto-round", "inc")
@@ -44,7 +45,8 @@ class ModuleSettings:
     """The settings of every module: the config's own, changed by the override that its name matches.
 
     GPTQ's `dynamic` maps patterns to overrides: the first that `re.match`es rules, "-:" before it means not quantized.
-    AutoRound's `extra_config` maps names and patterns: the module's own name rules, else the first that `re.search`es.
+    AutoRound's `extra_config` maps names and patterns: the module's own name rules, else the first that `re.search`es,
+    else a name that is the module's under another wrapping ("model.language_model.…").
     A config that is not valid for some module is a CheckpointError when it is made, not when that module is met.
     """
 
@@ -53,6 +55,7 @@ class ModuleSettings:
         self._base = self._parse(config, None)
         self._exact: dict[str, Ints] = {}
         self._rules: list[tuple[Pattern, Ints]] = []
+        names: dict[str, Ints] = {}
         self._anywhere = config.get("quant_method") in AUTO_ROUND
         key = "extra_config" if self._anywhere else "dynamic"
         self._effort = Effort(file, key)
@@ -60,7 +63,8 @@ class ModuleSettings:
         if not isinstance(overrides, Mapping):
             raise self._error(key, f"{key} is not an object", type(overrides).__name__, "names or patterns to overrides")
         for name, change in overrides.items():
-            self._add(config, key, name, change, modules)
+            self._add(config, key, name, change, modules, names)
+        self._elsewhere = ByName(names)
 
     def of(self, module: str) -> Ints:
         """The settings of a module by its full name."""
@@ -69,9 +73,11 @@ class ModuleSettings:
         for pattern, settings in self._rules:
             if pattern.search(module) if self._anywhere else pattern.match(module):
                 return settings
-        return self._base
+        return self._elsewhere.find(module) or self._base
 
-    def _add(self, config: Mapping[str, Any], key: str, name: str, change: Any, modules: Container[str]) -> None:
+    def _add(
+        self, config: Mapping[str, Any], key: str, name: str, change: Any, modules: Container[str], names: dict[str, Ints]
+    ) -> None:
         negative = name.startswith("-:") and not self._anywhere
         if not isinstance(change, Mapping) and not negative:
             raise self._error(
@@ -86,6 +92,8 @@ class ModuleSettings:
         if self._anywhere and name in modules:
             self._exact[name] = settings
             return
+        if self._anywhere:
+            names[name] = settings
         text = name if self._anywhere else name.removeprefix("-:").removeprefix("+:")
         try:
             self._rules.append((Pattern(text, self._effort), settings))
