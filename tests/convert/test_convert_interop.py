@@ -8,11 +8,14 @@ import json
 
 import pytest
 import torch
-from expected import CHECKPOINTS, LLAMA, LOSSLESS, fixture_with_config
+from expected import CHECKPOINTS, LOSSLESS, fixture_with_config
+from gguf_models import checkpoint
 from record_interop import RECORD, TOOLS, compare
 from tools import compressed_tensors, digest, gguf_tensors
 
 import bitline
+from bitline.model import quiet_transformers
+from tiny import llama
 
 RECORDED = json.loads(RECORD.read_text())
 GGUF_NAMES = {
@@ -76,5 +79,15 @@ def test_other_tools_where_they_are_installed(to, tool, tmp_path):
         compare(tmp_path / name, TOOLS[to][tool](tmp_path / name))
 
 
-def test_the_config_of_a_llama_is_whole():
-    assert {"hidden_size", "num_hidden_layers", "vocab_size"} <= LLAMA.keys()
+def test_transformers_runs_what_we_write(tmp_path):
+    """A whole model through transformers and the compressed-tensors package: not a bit of the logits differs."""
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoint(tmp_path / "source", llama(hidden_size=128, intermediate_size=256))
+    bitline.convert(source, tmp_path / "gptq", to="gptq")
+    bitline.convert(tmp_path / "gptq", tmp_path / "ct", to="compressed-tensors")
+    ids = torch.arange(1, 40).unsqueeze(0)
+    with torch.no_grad(), quiet_transformers():
+        ours = bitline.load_model(source, dtype=torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel"))
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ct", dtype=torch.float32)
+        assert torch.equal(theirs(ids).logits, ours(ids).logits)

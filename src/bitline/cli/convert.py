@@ -23,17 +23,17 @@ def convert_report(source: str, result: Path, to: str, lossy: bool, weights_only
         report = convert(local_path(source), result, to=to, lossy=lossy, weights_only=weights_only, progress=progress)
     kinds: dict[Any, list[LayerReport]] = defaultdict(list)
     for layer in report.layers:
-        kinds[(layer.before, layer.after, layer.changes, layer.shape, layer.exact)].append(layer)
+        kinds[(layer.format, layer.before, layer.after, layer.changes, layer.shape, layer.exact)].append(layer)
     return report.to_dict() | {"kinds": [_kind(members) for members in kinds.values()]}
 
 
 def _kind(members: list[LayerReport]) -> dict[str, Any]:
     first = members[0]
     return {
-        "layers": len(members), "example": first.name, "shape": list(first.shape), "before": first.before, "after": first.after,
-        "changes": list(first.changes), "exact": first.exact, "nbytes": sum(m.nbytes for m in members),
-        "nbytes_after": sum(m.nbytes_after for m in members), "max_error": max(m.max_error for m in members),
-        "rms_error": max(m.rms_error for m in members),
+        "layers": len(members), "example": first.name, "shape": list(first.shape), "format": first.format,
+        "before": first.before, "after": first.after, "changes": list(first.changes), "exact": first.exact,
+        "nbytes": sum(m.nbytes for m in members), "nbytes_after": sum(m.nbytes_after for m in members),
+        "max_error": max(m.max_error for m in members), "rms_error": max(m.rms_error for m in members),
     }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def show(report: dict[str, Any]) -> None:
     out.print(
         f"[bold]{path}[/] ({report['source_format']}) to [bold]{result}[/] ({report['to']})", highlight=False, soft_wrap=True
     )
-    grid = table("layers", "N×K", "from", "to", "what was done")
+    grid = table("layers", "N×K", "before", "after", "what was done")
     for kind in report["kinds"]:
         what = "; ".join(kind["changes"]) or "moved"
         if not kind["exact"]:

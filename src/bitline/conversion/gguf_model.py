@@ -14,6 +14,7 @@ from bitline.conversion.gguf_file import F32, STRING, U32, Array, Value
 from bitline.conversion.gguf_tokenizer import tokenizer_metadata
 from bitline.conversion.original import Layer, Original
 from bitline.errors import BitlineError, ConversionError
+from bitline.skeleton import check_sizes
 
 # transformers' model_type to llama.cpp's architecture. Only these are known to need nothing but what is done here.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -31,6 +32,7 @@ class GGUFModel:
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        check_sizes(self.original.checkpoint)  # a table of names is made for as many layers as the config says
         config = self.original.config
         kind = str(config.get("model_type"))
         if kind not in ARCHITECTURES:
@@ -81,14 +83,14 @@ class GGUFModel:
             f"{arch}.attention.head_count": Value(U32, heads),
             f"{arch}.attention.head_count_kv": Value(U32, self._number("num_key_value_heads", heads)),
             f"{arch}.attention.key_length": Value(U32, self._head()), f"{arch}.attention.value_length": Value(U32, self._head()),
-            f"{arch}.attention.layer_norm_rms_epsilon": Value(F32, float(config.get("rms_norm_eps", 1e-6))),
-            f"{arch}.rope.freq_base": Value(F32, float(self._rope().get("rope_theta", 10000.0))),
+            f"{arch}.attention.layer_norm_rms_epsilon": Value(F32, self._float(config, "rms_norm_eps", 1e-6)),
+            f"{arch}.rope.freq_base": Value(F32, self._float(self._rope(), "rope_theta")),
             f"{arch}.rope.dimension_count": Value(U32, self._head()),
             f"{arch}.vocab_size": number("vocab_size"),
         }  # fmt: skip
         if self._rope().get("rope_type") == "linear":
             out[f"{arch}.rope.scaling.type"] = Value(STRING, "linear")
-            out[f"{arch}.rope.scaling.factor"] = Value(F32, float(self._rope()["factor"]))
+            out[f"{arch}.rope.scaling.factor"] = Value(F32, self._float(self._rope(), "factor"))
         return out | tokenizer_metadata(self.original, self._number("vocab_size"))
 
     def extra(self) -> dict[str, Tensor]:
@@ -97,9 +99,9 @@ class GGUFModel:
         if rope.get("rope_type") != "llama3":
             return {}
         # transformers' _compute_llama3_parameters: long waves are stretched by `factor`, short ones are not.
-        factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-        old = float(rope["original_max_position_embeddings"])
-        wave = 2 * math.pi * float(rope["rope_theta"]) ** (torch.arange(0, self._head(), 2).double() / self._head())
+        factor, low, high = (self._float(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+        old = self._float(rope, "original_max_position_embeddings")
+        wave = 2 * math.pi * self._float(rope, "rope_theta") ** (torch.arange(0, self._head(), 2).double() / self._head())
         smooth = (old / wave - low) / (high - low)
         between = 1 / ((1 - smooth) / factor + smooth)
         out = torch.where(wave > old / low, factor, torch.where(wave < old / high, 1.0, between))
@@ -108,7 +110,10 @@ class GGUFModel:
     def _rope(self) -> dict[str, Any]:
         """Rotary settings under their current names: rope_type and rope_theta among them."""
         config = self.original.config
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(found, Mapping):
+            raise self._error("rope_parameters of config.json are not an object", type(found).__name__, None)
+        rope = dict(found)
         rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
         rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
         if rope["rope_type"] not in ("default", "linear", "llama3"):
@@ -119,7 +124,16 @@ class GGUFModel:
 
     def _head(self) -> int:
         config = self.original.config
-        return int(config.get("head_dim") or self._number("hidden_size") // self._number("num_attention_heads"))
+        size = config.get("head_dim") or self._number("hidden_size") // self._number("num_attention_heads")
+        if type(size) is not int or size < 2 or size % 2:
+            raise self._error("config.json has no usable head_dim", repr(size), "an even number")
+        return size
+
+    def _float(self, values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+        value = values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise self._error(f"config.json has no usable {key}", repr(value), "a positive number")
+        return float(value)
 
     def _number(self, key: str, default: int | None = None) -> int:
         value = self.original.config.get(key)

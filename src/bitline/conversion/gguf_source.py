@@ -45,8 +45,8 @@ def gguf_original(checkpoint: Checkpoint) -> Original:
             raise CheckpointError("a tensor has no place in transformers' model", file=checkpoint.path, tensor=name)
         info = checkpoint.source.tensors[name]
         items.append(Plain(target, info.shape, info.nbytes, functools.partial(_plain, names, checkpoint, name)))
-    settings = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
-    settings.pop("_name_or_path", None)
+    settings = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
+    settings = {key: value for key, value in settings.items() if not key.startswith("_")}
     tokenizer = "tokenizer.ggml.tokens" in checkpoint.metadata
     save = functools.partial(_save_tokenizer, checkpoint) if tokenizer else None
     return Original(checkpoint, items, settings, {"quant_method": "gguf"}, None, save)

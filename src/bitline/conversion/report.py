@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer. before, after: its format and scheme. changes: what was rewritten without changing a value.
+    """One layer. format: what it was stored as. before, after: its scheme. changes: what was rewritten.
 
     exact: read back bit for bit. max_error, rms_error: of a layer that was rounded, relative to its largest magnitude and to
     its root mean square. nbytes: in the file it came from; nbytes_after: in the file that was written.
@@ -17,6 +17,7 @@ class LayerReport:
 
     name: str
     shape: tuple[int, int]
+    format: str
     before: str
     after: str
     changes: tuple[str, ...]

@@ -31,7 +31,7 @@ def rounded(weight: QuantizedWeight, form: LinearSpec, dtypes: tuple[torch.dtype
         new = quantize(values_of(weight), scheme, group, bias=weight.bias)
     except InputError as error:
         raise NotExact(f"it cannot be rounded: {error.what}, {error.found}") from error
-    scale = _narrow(new.scale, dtypes)
+    scale = _narrow(new.scale, tuple(sorted(dtypes, key=lambda dtype: dtype.itemsize)))  # rounding anyway, 16 bits do
     new = dataclasses.replace(new, spec=new.spec.replace(scale_dtype=scale.dtype), scale=scale)
     act = form.act is not None
     plain = dataclasses.replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,18 +147,18 @@ class _Conversion:
         return plan
 
     def _give_way(self, plan: Plan, error: NotExact) -> None:
-        """What else to do with a layer that cannot be held as it is."""
+        """What else to do with a layer that cannot be held as it is: what is exact first."""
         plan.forms = []
+        if plan.layer.may_be_plain and _is_plain(plan.spec):
+            plan.plain = True
+            return
+        plan.refused = error
         if self.lossy:
             try:
                 plan.fallback = self.target.fallback(plan.spec.replace(block_offset=(0, 0)))
-                return
+                plan.refused = None
             except NotExact as other:
-                error = other
-        if plan.layer.may_be_plain and _is_plain(plan.spec):
-            plan.plain = True
-        else:
-            plan.refused = error
+                plan.refused = other
 
     def _settle(self) -> None:
         """Make the forms agree with each other."""
@@ -277,7 +278,7 @@ class _Conversion:
             after = "plain" if written.form is None else written.form.scheme
             layers.append(
                 LayerReport(
-                    name, (record.spec.n, record.spec.k), f"{record.format}, {record.spec.scheme}", after, written.changes,
+                    name, (record.spec.n, record.spec.k), record.format, record.spec.scheme, after, written.changes,
                     not written.digest, record.nbytes, written.nbytes, proof.max_error, proof.rms_error,
                 )
             )  # fmt: skip
@@ -291,7 +292,8 @@ class _Conversion:
         """What a user should know that no layer says."""
         said = self.original.quantization
         cache = said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo")
-        notes = []
+        odd = Counter(oddity for layer in self.original.layers for oddity in layer.record.oddities)
+        notes = [f"odd in the source ({count} layers): {oddity}" for oddity, count in odd.items()]
         if cache and not (self.to == "compressed-tensors" and said.get("quant_method") == "compressed-tensors"):
             notes.append("how the key-value cache is quantized is not carried")
         if self.original.checkpoint.is_gguf:
