@@ -5,18 +5,21 @@
 Each family is a synthetic checkpoint of decoder layers of Llama-3-8B's shapes, one file a layer, in a temporary folder; it is
 measured in a process of its own, with the file in page cache, and the best of a few passes counts. A pass opens the
 checkpoint, reads every layer into its canonical weight, packs it for the kernel that `choose` takes on this CPU, and keeps what
-was packed. Two plain reads are beside it, both on as many threads as torch has: read() of the files into a buffer of 4 MiB
-which is used again, and a sum over a mapping of them. `share` is the pass's rate over that of read().
+was packed. Three plain reads are beside it, on as many threads as torch has: read() of the files into new memory that is kept,
+as what was packed is (`new`); read() into a buffer of 4 MiB that is used again (`again`); a sum over a mapping of the files
+(`sum`). `shares` are the pass's rate over theirs.
 
 Memory is measured on one layer of each shape, its tensors handed over from memory that was allocated before, so that no page
-of a file counts: the resident set's high-water mark (VmHWM, reset before) less the resident set before and less what was
-packed. `extra_over_packed` is the largest over the largest packed layer.
+of a file counts, and nothing kept from before: the resident set's high-water mark (VmHWM, reset before) less the resident set
+before and less what was packed. `extra_over_packed` is the largest over the largest packed layer.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import ctypes
 import gc
 import json
 import mmap
@@ -24,6 +27,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +39,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import bitline
+from bitline import memory as bitline_memory
 from bitline.kernels import registry
 
 SHAPES = {
@@ -124,6 +129,7 @@ def synthesize(folder: Path, family: str, gigabytes: float) -> None:
         index |= dict.fromkeys(named, f"layer-{i}.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
+    os.sync()  # or the system is still writing them while they are read
 
 
 # ---- plain reads ---------------------------------------------------------------------------------------------------------
@@ -145,15 +151,32 @@ def _by_threads(files: Sequence[Path], work: Callable[[Path, int, int], object])
         return time.perf_counter() - started
 
 
-def plain_read(files: Sequence[Path]) -> float:
+def read_again(files: Sequence[Path]) -> float:
     """Seconds of read() into one buffer a thread."""
+    own = threading.local()
 
     def work(file: Path, begin: int, end: int) -> None:
-        buffer = bytearray(BUFFER)
+        if not hasattr(own, "buffer"):
+            own.buffer = memoryview(bytearray(BUFFER))
+        buffer: memoryview = own.buffer
         with file.open("rb", buffering=0) as stream:
             stream.seek(begin)
-            while (left := end - stream.tell()) > 0:
-                stream.readinto(memoryview(buffer)[: min(left, BUFFER)])
+            for at in range(begin, end, BUFFER):
+                stream.readinto(buffer[: min(end - at, BUFFER)])
+
+    return _by_threads(files, work)
+
+
+def read_new(files: Sequence[Path]) -> float:
+    """Seconds of read() into a tensor for each part of a file, all of which are kept."""
+    kept = []
+
+    def work(file: Path, begin: int, end: int) -> None:
+        tensor = torch.empty(end - begin, dtype=torch.uint8)
+        kept.append(tensor)
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(begin)
+            assert stream.readinto(tensor.numpy()) == end - begin
 
     return _by_threads(files, work)
 
@@ -181,24 +204,34 @@ def _status(field: str) -> int:
 
 
 def one_pass(folder: Path) -> dict[str, Any]:
-    started = time.perf_counter()
-    checkpoint = bitline.open_checkpoint(folder)
-    records = checkpoint.layers()
-    seconds = {"open": time.perf_counter() - started, "canonical": 0.0, "pack": 0.0}
+    clock = time.perf_counter
+    started = clock()
+    records = bitline.open_checkpoint(folder).layers()
+    parts = {"open": clock() - started, "choose": 0.0, "canonical": 0.0, "pack": 0.0}
     kept, kernels = [], set()
     for record in records:
+        marks = [clock()]
         kernel = bitline.choose(record.spec).kernel
-        at = time.perf_counter()
+        marks.append(clock())
         weight = record.weight()
-        read = time.perf_counter()
+        marks.append(clock())
         kept.append(kernel.pack(weight))
         del weight
-        done = time.perf_counter()
-        seconds["canonical"] += read - at
-        seconds["pack"] += done - read
+        marks.append(clock())
+        for name, begin, end in zip(("choose", "canonical", "pack"), marks, marks[1:], strict=False):
+            parts[name] += end - begin
         kernels.add(kernel.__name__)
+    seconds = clock() - started
     packed = sum(t.nbytes for part in kept for t in part.values())
-    return {"seconds": sum(seconds.values()), **seconds, "packed": packed, "kernels": sorted(kernels)}
+    return {"seconds": seconds, "parts": parts, "packed": packed, "kernels": sorted(kernels)}
+
+
+def _give_back() -> None:
+    """Nothing that was kept for later use may hide what is used now."""
+    gc.collect()
+    bitline_memory.release()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory(folder: Path) -> dict[str, Any]:
@@ -211,7 +244,7 @@ def memory(folder: Path) -> dict[str, Any]:
         tensors = {name: read(name).clone() for name in record.tensors}
         checkpoint.source.read = tensors.__getitem__  # type: ignore[method-assign]
         kernel = bitline.choose(record.spec).kernel
-        gc.collect()
+        _give_back()
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         packed = kernel.pack(record.weight())
@@ -228,17 +261,20 @@ def child(folder: Path, passes: int) -> dict[str, Any]:
     registry.load()
     files = sorted(folder.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    mapped_sum(files[:1])
-    reads, sums, runs = [], [], []
+    mapped_sum(files[:1])  # starts the threads
+    plain: dict[str, list[float]] = {"new": [], "again": [], "sum": []}
+    runs = []
     for _ in range(passes):
-        reads.append(plain_read(files))
-        sums.append(mapped_sum(files))
+        for name, measure in (("new", read_new), ("again", read_again), ("sum", mapped_sum)):
+            plain[name].append(measure(files))
+        gc.collect()
         runs.append(one_pass(folder))
     best = min(runs, key=lambda run: run["seconds"])
-    rate = lambda seconds: size / seconds / 1e9
+    rates = {name: size / min(seconds) / 1e9 for name, seconds in plain.items()}
+    rate = size / best["seconds"] / 1e9
     return {
-        "bytes": size, "read": rate(min(reads)), "mapped_sum": rate(min(sums)), "bitline": rate(best["seconds"]),
-        "share": min(reads) / best["seconds"], "passes": [run["seconds"] for run in runs], "best": best, "memory": memory(folder),
+        "bytes": size, "bitline": rate, "plain": rates, "shares": {name: rate / other for name, other in rates.items()},
+        "seconds": {"bitline": [run["seconds"] for run in runs], **plain}, "best": best, "memory": memory(folder),
     }  # fmt: skip
 
 
@@ -265,10 +301,11 @@ def main() -> None:
         row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         report["families"][family] = row | {"machine": machine()}
         best = row["best"]
+        plain = ", ".join(f"{name} {rate:.1f} ({row['shares'][name]:.0%})" for name, rate in row["plain"].items())
         print(
-            f"{family}: {row['bytes'] / 1e9:.2f} GB; GB/s: read {row['read']:.2f}, mapped sum {row['mapped_sum']:.2f}, "
-            f"Bitline {row['bitline']:.2f} ({row['share']:.0%} of read); open {best['open'] * 1e3:.0f} ms, canonical "
-            f"{best['canonical'] * 1e3:.0f}, pack {best['pack'] * 1e3:.0f}; extra memory "
+            f"{family}: {row['bytes'] / 1e9:.2f} GB at {row['bitline']:.2f} GB/s; plain reads (share of): {plain}; passes "
+            f"{', '.join(f'{s:.2f}' for s in row['seconds']['bitline'])} s; "
+            f"{', '.join(f'{name} {s * 1e3:.0f}' for name, s in best['parts'].items())} ms; extra memory "
             f"{row['memory']['extra_over_packed']:.2f} x packed; {', '.join(best['kernels'])}",
             flush=True,
         )
