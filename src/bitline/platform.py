@@ -28,7 +28,7 @@ PACKAGES = {
     "auto_round_kernel": "auto-round-lib",
     "flashinfer": "flashinfer-python",
     "deep_gemm": "deep-gemm",
-    "mslk": "mslk",
+    "mslk": "mslk-cuda",
     "fbgemm_gpu": "fbgemm-gpu-genai",
     "aiter": "amd-aiter",
     "humming": "humming-kernels",

@@ -11,6 +11,7 @@ import json
 import sys
 import types
 from contextlib import contextmanager
+from importlib import machinery
 from pathlib import Path
 
 import torch
@@ -56,6 +57,7 @@ def module(name, **functions):
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
         sys.modules[".".join(parts[:i])] = types.ModuleType(".".join(parts[:i]))
+        sys.modules[".".join(parts[:i])].__spec__ = machinery.ModuleSpec(".".join(parts[:i]), None)
         if i > 1:
             setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], sys.modules[".".join(parts[:i])])
     for key, function in functions.items():
@@ -157,64 +159,6 @@ def flashinfer():
     return module("flashinfer.gemm", mm_fp4=mm_fp4, mm_mxfp8=mm_mxfp8)
 
 
-# ---- vllm-xpu-kernels --------------------------------------------------------------------------------------------------
-
-
-def nibbles(words):
-    """int32 [R, C] to codes int64 [R, 8 C], the first in the low bits."""
-    assert words.dtype == torch.int32
-    return ((words.long()[..., None] >> (4 * torch.arange(8))) & 15).flatten(1)
-
-
-def int4_weight(b, scale, zero, size):
-    """The weight [N, K] of a transposed view [K / 8, N] of words, float64."""
-    assert b.stride(0) == 1 and scale.is_contiguous() and zero.is_contiguous() and b.shape[1] % 8 == 0
-    k, n = 8 * b.shape[0], b.shape[1]
-    assert scale.shape == (k // size, n) and k % size == 0
-    if zero.dim() == 1:
-        assert zero.dtype == torch.int8 and zero.numel() == 1
-        zeros = zero.long().expand(k // size, n)
-    else:
-        zeros = nibbles(zero)
-        assert zeros.shape == scale.shape
-    spread = lambda t: t.double().T.repeat_interleave(size, 1)
-    return (nibbles(b.t()) - spread(zeros)) * spread(scale)
-
-
-def int4_gemm_w4a16(A, B, bias, B_scale, B_zp, group_size, g_idx):
-    assert A.dtype in (torch.float16, torch.bfloat16) and B_scale.dtype == A.dtype and g_idx is None
-    y = A.double() @ int4_weight(B, B_scale, B_zp, group_size).T
-    return (y if bias is None else y + bias.double()).to(A.dtype)
-
-
-def int4_gemm_w4a8(A_, A_scale, A_zp, B, B_scale, B_zp, group_size, g_idx, bias):
-    m = A_.shape[0]
-    assert A_.dtype == torch.int8 and A_scale.dtype == torch.float16 and A_zp.dtype == torch.int32 and g_idx is None
-    assert A_scale.shape == A_zp.shape == (m, 1) and (bias is None or bias.dtype == torch.float16)
-    a = (A_.double() - A_zp) * A_scale.double()
-    y = a @ int4_weight(B, B_scale, B_zp, group_size).T
-    return (y if bias is None else y + bias.double()).half()
-
-
-def fp8_gemm(A, B, out_dtype, A_scale_, B_scale_, bias_):
-    (m, k), n = A.shape, B.shape[1]
-    assert A.dtype == B.dtype == torch.float8_e4m3fn and A_scale_.dtype == B_scale_.dtype == torch.float8_e8m0fnu
-    assert A_scale_.is_contiguous() and B_scale_.is_contiguous() and B.stride() == (1, k)
-    assert A_scale_.shape == (m, k // 32) and B_scale_.shape == (k // 32, n)
-    a = scaled(A.double(), A_scale_.view(torch.uint8), 32, "e8m0")
-    w = scaled(B.t().double(), B_scale_.t().contiguous().view(torch.uint8), 32, "e8m0")
-    y = a @ w.T
-    return (y if bias_ is None else y + bias_.double()).to(out_dtype)
-
-
-@contextmanager
-def xpu():
-    """The package's operators."""
-    ops = {"int4_gemm_w4a16": int4_gemm_w4a16, "int4_gemm_w4a8": int4_gemm_w4a8, "fp8_gemm": fp8_gemm}
-    with module("vllm_xpu_kernels._xpu_C"), operators("vllm_xpu_kernels", "_xpu_C", **ops):
-        yield
-
-
 # ---- the others --------------------------------------------------------------------------------------------------------
 
 
@@ -243,10 +187,22 @@ def f4f4bf16(XQ, WQ, x_scale, w_scale, output=None, global_scale=None):
     return (a @ scaled(e2m1(WQ), tiles(w_scale, n, half // 8), 16, "e4m3").T * global_scale.double()).bfloat16()
 
 
+def mslk_f4f4bf16(XQ, WQ, x_scale, w_scale, output=None, global_scale=None, mxfp4_block_size=32):
+    assert WQ.shape[0] % 16 == 0 and XQ.shape[1] % 8 == 0, record("mslk")["messages"]
+    return f4f4bf16(XQ, WQ, x_scale, w_scale, output, global_scale)
+
+
 @contextmanager
 def fbgemm():
     """FBGEMM's operators."""
     with module("fbgemm_gpu.experimental.gen_ai"), operators("fbgemm", "fbgemm", f4f4bf16=f4f4bf16):
+        yield
+
+
+@contextmanager
+def mslk():
+    """The same under their new name."""
+    with module("mslk.gemm"), operators("mslk", "mslk", f4f4bf16=mslk_f4f4bf16):
         yield
 
 

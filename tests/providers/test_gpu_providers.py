@@ -26,6 +26,7 @@ F8S = [F8, F8.replace(bias=True), F8.replace(n=200, k=1000), F8.replace(n=48, k=
 CASES = [
     (aiter.AiterInt8ScaledMMLinearKernel, fakes.aiter, "rocm:gfx942,aiter", W8S),
     (fbgemm.FbgemmNvFp4LinearKernel, fakes.fbgemm, "cuda:sm100,fbgemm_gpu", NVS),
+    (fbgemm.FbgemmNvFp4LinearKernel, fakes.mslk, "cuda:sm103,mslk", NVS),
     (deep_gemm.DeepGemmFp8BlockScaledMMKernel, fakes.deep_gemm, "cuda:sm90,deep_gemm", F8S),
 ]
 
@@ -66,3 +67,13 @@ def test_a_package_of_the_same_name_is_refused():
         aiter.AiterInt8ScaledMMLinearKernel.pack(random_weight(W8, 1))
     with fakes.module("deep_gemm"), pytest.raises(InputError, match="deepseek-ai/DeepGEMM"):
         deep_gemm.DeepGemmFp8BlockScaledMMKernel.pack(random_weight(F8, 1))
+
+
+def test_fbgemm_goes_by_two_names():
+    """MSLK where it is there, else FBGEMM's former package; a refusal names both, and PyPI's empty `mslk` as none."""
+    kernel = fbgemm.FbgemmNvFp4LinearKernel
+    assert all(kernel.is_supported(Platform.parse(f"cuda:sm100,{name}")) for name in ("mslk", "fbgemm_gpu"))
+    missing = kernel.is_supported(Platform.parse("cuda:sm100"))
+    assert all(part in missing.fix for part in ("pip install mslk-cuda", "fbgemm-gpu-genai", "placeholder"))
+    with fakes.fbgemm(), fakes.mslk():
+        assert fbgemm._ops() is torch.ops.mslk

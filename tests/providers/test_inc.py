@@ -1,6 +1,7 @@
 """AutoRound's layers by the field's methods: packing in both ways, and what must not be ignored."""
 
 import fakes
+import fakes_xpu
 import pytest
 import torch
 
@@ -30,7 +31,7 @@ def test_xpu(awq):
     layer, gptq = loaded(method, weight)
     if awq:
         assert torch.equal(method._convert_awq_qweight_to_gptq(layer.qweight.data), gptq)
-    with fakes.xpu():
+    with fakes_xpu.xpu():
         method.process_weights_after_loading(layer)
         method.process_weights_after_loading(layer)
         x = inputs(6, W4).view(2, 3, 256)

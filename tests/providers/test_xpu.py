@@ -1,12 +1,13 @@
-"""The adapters of vllm-xpu-kernels against its recorded schemas; see fakes.py."""
+"""The adapters of vllm-xpu-kernels against its recorded schemas, checks and layouts; see fakes_xpu.py."""
 
-import fakes
+import fakes_xpu
 import pytest
 import torch
 
 import bitline
 from bitline import Platform, types
 from bitline.activations import fake_quantize
+from bitline.errors import InputError
 from bitline.kernels.providers import xpu
 from bitline.select import Policy
 from bitline.testing.conformance import check_kernel
@@ -32,18 +33,21 @@ MX8S = [MX8, MX8.replace(bias=True), MX8.replace(n=33, k=77), MX8.replace(n=7, k
 
 @pytest.mark.parametrize(("kernel", "specs"), [(xpu.XPUwNa16LinearKernel, W4S), (xpu.XPUMxFp8LinearKernel, MX8S)])
 def test_computes_what_the_spec_says(kernel, specs):
-    with fakes.xpu():
+    with fakes_xpu.xpu():
         assert len(check_kernel(kernel, specs, PLACE).passed) == len(specs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight", [types.uint4b8, types.int4])
-def test_w4a8_is_right_to_half_precision(dtype, weight):
-    spec = W4.replace(weight=weight, act=ActSpec(types.int8), act_dtype=dtype, n=72, bias=True)
+@pytest.mark.parametrize(("k", "group"), [(256, 128), (96, 32), (40, 40)])
+def test_w4a8_is_right_to_half_precision(dtype, weight, k, group, caplog):
+    spec = W4.replace(weight=weight, act=ActSpec(types.int8), act_dtype=dtype, n=72, k=k, block=(1, group), bias=True)
     kernel = xpu.XPUW4A8IntLinearKernel
-    with fakes.xpu():
+    assert kernel.can_implement(spec)
+    with fakes_xpu.xpu():
         data = random_weight(spec, 5)
         packed = list(kernel.pack(data).values())
+        assert packed[1].dtype == torch.float16 and ("beyond 65504" in caplog.text) == (dtype == torch.bfloat16)
         for m in (0, 1, 2, 17, 65):
             x = inputs(m, spec, m)
             y = kernel.apply(x, packed, data.bias, spec)
@@ -57,5 +61,40 @@ def test_w4a8_runs_only_where_it_is_asked_for():
     assert bitline.choose(spec, PLACE, Policy()).best.name != "XPUW4A8IntLinearKernel"
     assert bitline.choose(spec, PLACE, Policy(kernel="XPUW4A8IntLinearKernel")).best.name == "XPUW4A8IntLinearKernel"
     assert "pip install vllm-xpu-kernels" in xpu.XPUW4A8IntLinearKernel.is_supported(Platform.parse("xpu")).fix
+    for bad in (spec.replace(n=71), spec.replace(k=100, block=(1, 100)), spec.replace(act_order=True), W4,
+                spec.replace(weight=types.uint4, zero="int"), spec.replace(k=96, block=(1, 48))):  # fmt: skip
+        assert not xpu.XPUW4A8IntLinearKernel.can_implement(bad)
     for bad in (W4.replace(k=264), W4.replace(k=96, block=(1, 48)), W4.replace(scale_dtype=torch.float32), spec):
         assert not xpu.XPUwNa16LinearKernel.can_implement(bad)
+
+
+def test_w4a8_says_where_a_scale_does_not_fit_its_float16():
+    data = random_weight(W4.replace(act=ActSpec(types.int8)), 5)
+    data.scale[3, 1] = 1e6
+    with fakes_xpu.xpu(), pytest.raises(InputError, match="too large for this kernel's float16"):
+        xpu.XPUW4A8IntLinearKernel.pack(data)
+
+
+def test_the_operators_refuse_other_layouts():
+    """Each layout that a record says is really asked for: the adapter's call passes, the call changed in one thing does not."""
+    with fakes_xpu.xpu():
+        data, x = random_weight(W4, 1), inputs(2, W4)
+        words, scale, zero, _ = xpu.XPUwNa16LinearKernel.pack(data).values()
+        call = lambda b=words.t(), s=scale, z=zero: torch.ops._xpu_C.int4_gemm_w4a16(x, b, None, s, z, 128, None)
+        assert call().shape == (2, 64)
+        with pytest.raises(RuntimeError, match="NT format"):
+            call(words.t().contiguous())
+        with pytest.raises(RuntimeError, match="B_scale must be contiguous"):
+            call(s=scale.t().contiguous().t())
+        for bad in ({"s": scale.t().contiguous()}, {"z": zero.int()}, {"s": scale.float()}):
+            with pytest.raises(AssertionError):
+                call(**bad)
+        codes, token = torch.zeros(2, 256, dtype=torch.int8), torch.ones(2, 1).half()
+        w4a8 = lambda a=token, s=scale.half(): torch.ops._xpu_C.int4_gemm_w4a8(
+            codes, a, torch.zeros(2, 1).int(), words.t(), s, zero, 128, None, None
+        )
+        assert w4a8().dtype == torch.float16
+        with pytest.raises(RuntimeError, match="per-token"):
+            w4a8(token.view(1, 2))
+        with pytest.raises(AssertionError):
+            w4a8(s=scale)  # bfloat16: read wrongly

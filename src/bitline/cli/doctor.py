@@ -33,9 +33,10 @@ ENABLES = {
     "zentorch": ("AMD Zen CPU kernels", "pip install zentorch"),
     "auto_round_kernel": ("AutoRound's CPU and XPU kernels", "pip install auto-round-lib"),
     "flashinfer": ("FP4 and FP8 kernels for NVIDIA Blackwell", "pip install flashinfer-python"),
-    "deep_gemm": ("block FP8 for NVIDIA Hopper and Blackwell", "build DeepGEMM from its repository"),
-    "mslk": ("FP8 and int4 kernels of FBGEMM's successor", "pip install mslk-cuda"),
-    "aiter": ("AMD Instinct kernels", "build AITER from its repository"),
+    "deep_gemm": ("block FP8 for NVIDIA Hopper", "pip install git+https://github.com/deepseek-ai/DeepGEMM"),
+    "mslk": ("FBGEMM's FP4 kernels for NVIDIA Blackwell", "pip install mslk-cuda"),
+    "fbgemm_gpu": ("the same kernels under their former name", "pip install fbgemm-gpu-genai"),
+    "aiter": ("AMD Instinct kernels", "pip install amd-aiter"),
     "humming": ("weight-only kernels for NVIDIA GPUs", "pip install humming-kernels"),
     "vllm_xpu_kernels": ("Intel GPU kernels", "pip install vllm-xpu-kernels"),
 }

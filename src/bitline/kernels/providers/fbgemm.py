@@ -1,9 +1,10 @@
-"""FBGEMM's product of NVFP4 on Blackwell."""
+"""FBGEMM's product of NVFP4 on Blackwell, under the package's present name, MSLK, or its former one."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -11,13 +12,18 @@ from torch import Tensor
 
 from bitline.kernels.base import Packed
 from bitline.kernels.microscale import NVFP4, MicroscaledKernel, swizzle
-from bitline.kernels.providers.common import installed
 from bitline.platform import Platform
-from bitline.types import Verdict, no
+from bitline.types import YES, Verdict, no
+
+_INSTALL = "pip install mslk-cuda, or fbgemm-gpu-genai, in the version for this torch (PyPI's mslk is an empty placeholder)"
 
 
 @functools.cache
 def _ops() -> Any:
+    """The operators of whichever package is installed; MSLK has them first where both are."""
+    if importlib.util.find_spec("mslk") is not None:
+        importlib.import_module("mslk.gemm")
+        return torch.ops.mslk
     importlib.import_module("fbgemm_gpu.experimental.gen_ai")
     return torch.ops.fbgemm
 
@@ -34,10 +40,12 @@ class FbgemmNvFp4LinearKernel(MicroscaledKernel):
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
-        """Blackwell's sm100, and the package."""
+        """Blackwell's sm100 and sm103, and one of the two packages."""
         if platform.capability not in (100, 103):
             return no(f"FBGEMM's FP4 kernels are for sm100 and sm103; this is {platform.arch or platform.vendor}", "cuda:sm100")
-        return installed(platform, "fbgemm_gpu")
+        if not platform.packages & {"mslk", "fbgemm_gpu"}:
+            return no("neither of the packages mslk-cuda and fbgemm-gpu-genai is installed", _INSTALL)
+        return YES
 
     @classmethod
     def _layout(cls, codes: Tensor, scale: Tensor) -> Packed:

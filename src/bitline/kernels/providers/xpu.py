@@ -1,4 +1,8 @@
-"""oneDNN's products on Intel GPUs, as vllm-xpu-kernels offers them: 4-bit weights with 16- and 8-bit inputs, and MXFP8."""
+"""oneDNN's products on Intel GPUs, as vllm-xpu-kernels offers them: 4-bit weights with 16- and 8-bit inputs, and MXFP8.
+
+Layouts are those of the package's C++ (csrc/xpu/onednn/onednn_matmul.cpp) and of its tests: int4 words along K, the first code
+in the low bits, as a transposed view; scales and zero points [K / g, N], contiguous.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from torch.nn.functional import pad
 
 from bitline import bits
 from bitline.activations import quantize_input
+from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.microscale import MXFP8, MicroscaledKernel, quantize_micro
 from bitline.kernels.providers.common import installed
@@ -31,13 +36,13 @@ def _ops() -> Any:
     return torch.ops._xpu_C
 
 
-def _grouped(spec: LinearSpec) -> Verdict:
-    """Whole groups of a multiple of 32 columns, or one per row."""
+def _grouped(spec: LinearSpec, columns: int) -> Verdict:
+    """Whole groups of a multiple of 32 columns, or one per row; K in multiples of `columns`."""
     size = spec.block[1]
     if spec.block[0] != 1 or spec.ragged or spec.block_offset[1] or spec.scale2_block is not None or spec.k % size:
         return no("groups are not whole, or share scales between rows", "a group size that divides K")
-    if spec.k % 32 or (size % 32 and size != spec.k):
-        return no(f"K of {spec.k} in groups of {size}", "K and the group size in multiples of 32, or one group per row")
+    if spec.k % columns or (size % 32 and size != spec.k):
+        return no(f"K of {spec.k} in groups of {size}", f"K in multiples of {columns}, groups of 32, or one group per row")
     return YES
 
 
@@ -92,7 +97,7 @@ class XPUwNa16LinearKernel(_Int4):
             return no(f"{spec.weight} with zero {spec.zero!r}", "uint4b8 or int4, or uint4 with zero points")
         if spec.scale_dtype != spec.act_dtype:
             return no(f"scales are {spec.scale_dtype} and would be rounded", f"scales in the input's dtype, {spec.act_dtype}")
-        return _grouped(spec)
+        return _grouped(spec, 32)
 
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
@@ -114,8 +119,9 @@ class XPUwNa16LinearKernel(_Int4):
 class XPUW4A8IntLinearKernel(_Int4):
     """`int4_gemm_w4a8`: symmetric weights, inputs quantized per token to int8.
 
-    The operator takes a token's scale in float16 and gives float16, which is cast: tokens of small numbers lose digits and
-    outputs beyond 65504 are infinite. So it is taken only where it is asked for by name.
+    The operator takes scales in float16, a token's and the weight's, and gives float16, which is cast: tokens of small numbers
+    lose digits and outputs beyond 65504 are infinite. So it is taken only where it is asked for by name. It would take bfloat16
+    scales and read them wrongly, since its primitives are kept by shape and not by the scales' dtype.
     """
 
     exact = False
@@ -133,14 +139,20 @@ class XPUW4A8IntLinearKernel(_Int4):
             return no(f"scales are {spec.scale_dtype}", "16-bit scales")
         if spec.act_order or spec.n % _WORD:
             return no("columns are in another order, or N is no multiple of 8", "natural order and N in multiples of 8")
-        return _grouped(spec)
+        return _grouped(spec, _WORD)
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """See `_Int4.pack`."""
+        """See `_Int4.pack`; scales in float16. An InputError where one of them is too large for that."""
         if weight.spec.act_dtype == torch.bfloat16:
             log.warning("XPUW4A8IntLinearKernel gives float16, cast to bfloat16: outputs beyond 65504 become infinite")
-        return super().pack(weight)
+        packed = super().pack(weight)
+        half = packed["scale"].half()
+        if bool((half.isinf() & packed["scale"].isfinite()).any()):
+            raise InputError("a scale is too large for this kernel's float16", tensor="scale",
+                             found=float(packed["scale"].abs().max()), expected="at most 65504",
+                             fix="another kernel, or bitline's own choice")  # fmt: skip
+        return {**packed, "scale": half}
 
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
