@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _LONGEST = 600  # characters of one part in a message; a hostile file may put megabytes in any of them
@@ -61,7 +61,14 @@ class WeightError(BitlineError, ValueError):
 
 
 class NoKernelError(BitlineError, ValueError):
-    """The policy leaves no kernel that can run a layer."""
+    """The policy leaves no kernel that can run a layer. reasons: a line for each kernel tried, at the end of the message too."""
+
+    def __init__(self, what: str, *, reasons: Iterable[str] = (), **parts: Any) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__(what, **parts)
+
+    def _message(self) -> str:
+        return "\n  ".join((super()._message(), *map(_plain, self.reasons)))
 
 
 class PlatformError(BitlineError, ValueError):

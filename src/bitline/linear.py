@@ -77,7 +77,7 @@ class QuantLinear(nn.Module):
         act_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         kernel: str = "auto",
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(weight, QuantizedWeight):
@@ -88,7 +88,7 @@ class QuantLinear(nn.Module):
         if act_dtype is not None:
             weight = weight.with_act_dtype(act_dtype)
         target = as_device(device) if device is not None else weight.device
-        policy = policy or Policy.from_env()
+        policy = Policy.of(policy)
         if kernel != "auto":
             policy = Policy(**{**vars(policy), "kernel": kernel})
         self.choice = choose(weight.spec, Platform.detect(target), policy)

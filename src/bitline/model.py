@@ -45,7 +45,7 @@ def load_model(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """A transformers causal language model from a checkpoint, every quantized linear layer a QuantLinear.
@@ -76,7 +76,7 @@ def _load(
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
-    policy: Policy | None,
+    policy: Policy | str | None,
     progress: Callable[[int, int], None] | None,
 ) -> Any:
     check_sizes(checkpoint)
@@ -121,7 +121,7 @@ class _Filler:
         checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
-        policy: Policy | None,
+        policy: Policy | str | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.model, self.checkpoint, self.device, self.dtype, self.policy = model, checkpoint, device, dtype, policy

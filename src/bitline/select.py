@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from bitline.platform import Platform
 from bitline.types import LinearSpec, Verdict, no
 
 log = logging.getLogger("bitline")
+FACTS = ("batch_invariant", "deterministic")  # what a policy can ask for by one word
+_SAME_BACKEND = {"cpu": "native"}  # the field's name -> ours
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Policy:
     kernel: "auto", or the class name of the one kernel to use. backend: "auto", or a provider's name.
     strict: with a kernel or backend that cannot do a layer, True is an error and False falls back with the reason.
     disabled: class names never to use. m: numbers of rows the layer will see; kernels are ranked by the geometric
-    mean of their costs there (1 is a decode step, 256 a prompt). deterministic, batch_invariant: only kernels that are.
+    mean of their costs there (1 is a decode step, 256 a prompt). deterministic, batch_invariant: only kernels that are;
+    batch invariance overrules a backend that has no such kernel, and the choice's note says so.
     """
 
     kernel: str = "auto"
@@ -44,16 +48,29 @@ class Policy:
         rows = (self.m,) if isinstance(self.m, int) else self.m
         if not rows or not all(isinstance(m, int) and m >= 1 for m in rows):
             raise NoKernelError("a policy needs expected row counts of at least 1", found=self.m, expected="for example (1, 256)")
-        names = {self.disabled} if isinstance(self.disabled, str) else self.disabled
+        names = [self.disabled] if isinstance(self.disabled, str) else list(self.disabled)
         if not all(isinstance(n, str) for n in (self.kernel, self.backend, *names)):
             raise NoKernelError("a policy names kernels and backends by text", found=(self.kernel, self.backend, names))
         object.__setattr__(self, "m", tuple(rows))
-        object.__setattr__(self, "disabled", frozenset(names))
+        object.__setattr__(self, "disabled", frozenset(stripped for n in names if (stripped := n.strip())))
+        object.__setattr__(self, "backend", _SAME_BACKEND.get(self.backend, self.backend))
 
     @staticmethod
     def from_env() -> Policy:
         """The default policy with the BITLINE_* variables applied."""
         return Policy(kernel=env.kernel(), backend=env.backend(), disabled=env.disabled_kernels())
+
+    @staticmethod
+    def of(policy: Policy | str | None) -> Policy:
+        """A policy as it is; None is the environment's, and `batch_invariant`, `deterministic` or both, separated by a comma,
+        the environment's with these facts asked for."""
+        if isinstance(policy, Policy):
+            return policy
+        base = Policy.from_env()
+        words = [] if policy is None else [w.strip().replace("-", "_") for w in policy.split(",")]
+        if unknown := [w for w in words if w not in FACTS]:
+            raise NoKernelError("unknown policy", found=", ".join(map(repr, unknown)), expected=" or ".join(FACTS))
+        return replace(base, **dict.fromkeys(words, True))  # type: ignore[arg-type]  # FACTS are all booleans
 
 
 @dataclass(frozen=True)
@@ -182,13 +199,13 @@ def seconds(value: float) -> str:
 def choose(
     spec: LinearSpec,
     platform: Platform | str | None = None,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     *,
     kernels: Sequence[registry.Entry] | None = None,
 ) -> Choice:
     """Rank every kernel for a layer. Pure: the platform may be one that is not here, and nothing is allocated or built.
 
-    platform: a Platform or its text form, by default this machine's CPU. policy: by default Policy.from_env().
+    platform: a Platform or its text form, by default this machine's CPU. policy: see Policy.of.
     kernels: by default every registered one. Raises NoKernelError where the policy leaves nothing that can run.
     Kernels are asked about the spec without `input_multiplier`, and the choice holds that spec: the layer itself multiplies.
     """
@@ -197,7 +214,7 @@ def choose(
         platform = Platform.detect()
     elif isinstance(platform, str):
         platform = Platform.parse(platform)
-    policy = Policy.from_env() if policy is None else policy
+    policy = Policy.of(policy)
     entries = registry.entries() if kernels is None else tuple(kernels)
     _check_names(policy, entries)
     candidates = [_judge(entry, spec, platform, policy) for entry in entries]
@@ -212,14 +229,16 @@ def choose(
             candidates.insert(0, best)
         else:
             what = f"kernel {policy.kernel}" if policy.kernel != "auto" else f"backend {policy.backend}"
-            reasons = "; ".join(f"{c.name}: {c.verdict.reason}" for c in wanted) or "it has no kernel"
-            if policy.strict:
+            reasons = "; ".join(f"{c.name}: {c.verdict.reason}" for c in wanted) or "it has no kernel for such layers"
+            overruled = policy.batch_invariant and policy.kernel == "auto"
+            if policy.strict and not overruled:
                 raise NoKernelError(f"{what} cannot run {spec} on {platform}", found=reasons, expected="a kernel that can",
                                     fix="choose another, or pass strict=False to fall back")  # fmt: skip
             note = f"{what} was asked for and cannot run this layer ({reasons})"
+            note += "; batch invariance overrules it" if overruled else ""
     if not candidates or not candidates[0].verdict:
-        reasons = "\n".join(f"  {c.name}: {c.verdict.reason}" for c in candidates)
-        raise NoKernelError(f"no kernel is left that can run {spec} on {platform}. Reasons:\n{reasons}",
+        raise NoKernelError(f"no kernel is left that can run {spec} on {platform}",
+                            reasons=(f"{c.name}: {c.verdict.reason}" for c in candidates),
                             fix="allow ReferenceLinearKernel, which runs everything"
                             if spec.act_dtype in ReferenceLinearKernel.act_dtypes
                             else "use an input of bfloat16, float16 or float32")  # fmt: skip
@@ -233,15 +252,18 @@ def _is_wanted(candidate: Candidate, policy: Policy) -> bool:
 
 
 def _check_names(policy: Policy, entries: Sequence[registry.Entry]) -> None:
+    """Unknown names are errors; those of registered kernels are known, also where the caller asks about some of them alone."""
+    entries = (*entries, *registry.entries())
     names = {e.name for e in entries}
     unknown = sorted(({policy.kernel} - {"auto"} - names) | (policy.disabled - names))
     if unknown:
+        near = dict.fromkeys(n for u in unknown for n in difflib.get_close_matches(u, names, n=3, cutoff=0.0))
         raise NoKernelError("the policy names kernels that are not registered", found=", ".join(unknown),
-                            expected=", ".join(sorted(names)))  # fmt: skip
+                            expected=f"{', '.join(near)}, ...", fix="docs/kernels.md lists them all")  # fmt: skip
     backends = {e.kernel.backend for e in entries}
     if policy.backend not in backends | {"auto"}:
         raise NoKernelError("the policy names a backend that no kernel has", found=policy.backend,
-                            expected=", ".join(sorted(backends)))  # fmt: skip
+                            expected=", ".join(("auto", "cpu", *sorted(backends))))  # fmt: skip
 
 
 def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: Policy) -> Candidate:

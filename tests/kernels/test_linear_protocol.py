@@ -273,7 +273,7 @@ def test_a_forced_kernel_that_cannot_is_a_warning(caplog):
     config = field.Int8ScaledMMLinearLayerConfig(False, True, True, (64, 64))
     with caplog.at_level(logging.WARNING, "bitline"):
         kernel = field.choose_scaled_mm_linear_kernel(config, None, "cpu", force_kernel="PerTensorTorchFP8ScaledMMLinearKernel")
-    assert kernel.__name__ != "PerTensorTorchFP8ScaledMMLinearKernel" and "was forced" in caplog.text
+    assert kernel.__name__ != "PerTensorTorchFP8ScaledMMLinearKernel" and "was asked for and cannot" in caplog.text
     forced = field.choose_scaled_mm_linear_kernel(config, None, "cpu", force_kernel="ReferenceLinearKernel")
     assert forced.__name__ == "ReferenceLinearKernel"
     only = field.choose_scaled_mm_linear_kernel(config, {"cpu": ["ReferenceLinearKernel"]}, "cpu")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -30,8 +32,11 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "int8": {
         "w_q": ("weight",), "w_s": ("weight_scale",), "i_s": ("input_scale",), "i_zp": ("input_zero_point",),
+        "azp_adj": (),  # column sums, which kernels of the field keep in the layer and ours in what they pack
     },
-    "fp8": {"w_q": ("weight",), "w_s": ("weight_scale", "weight_scale_inv"), "i_s": ("input_scale",)},
+    "fp8": {
+        "w_q": ("weight",), "w_s": ("weight_scale", "weight_scale_inv"), "i_s": ("input_scale",), "i_s_ub": ("input_scale_ub",),
+    },
     "nvfp4": {
         "w_q": ("weight", "weight_packed"), "w_s": ("weight_scale",), "w_s2": ("weight_global_scale", "weight_scale_2"),
         "i_s": ("input_global_scale_inv",),
@@ -96,21 +101,36 @@ def _integers(p: LayerParameters, spec: LinearSpec) -> QuantizedWeight:
     zero = None
     if config.zero_points:
         zero = _zero_points(p.need("w_zp"), n, scale.shape[1], width)
-    perm = groups = None
-    if config.has_g_idx:
-        g_idx = p.need("w_gidx").data
-        if g_idx.numel() != k:
-            raise InputError("g_idx has another length than the layer", found=g_idx.numel(), expected=k)
-        perm, groups = _words.column_order(g_idx.cpu(), spec.block[1], scale.shape[1])
-        if perm is not None:
-            perm = perm.to(codes.device)
-            codes = bits.take(codes, width, k, perm.long())
-        groups = None if groups is None else groups.to(codes.device)
+    perm, groups = _order(p, spec, scale.shape[1])
+    if perm is not None:
+        perm = perm.to(codes.device)
+        codes = bits.take(codes, width, k, perm.long())
+    groups = None if groups is None else groups.to(codes.device)
     spec = spec.replace(
         scale_dtype=scale.dtype, act_order=perm is not None, ragged=groups is not None,
         block_offset=(0, offset) if groups is None else (0, 0), block=spec.block,
     )  # fmt: skip
     return QuantizedWeight(spec, codes, scale, zero=zero, perm=perm, group_index=groups)
+
+
+def _order(p: LayerParameters, spec: LinearSpec, groups: int) -> tuple[Tensor | None, Tensor | None]:
+    """(perm, group_index) of a layer's g_idx. One that the config does not speak of is not ignored where it says something."""
+    config: Any = p.config
+    param = p.need("w_gidx") if config.has_g_idx else p.find("w_gidx")
+    g_idx = None if param is None else param.data.cpu()
+    if g_idx is None or (g_idx.numel() == 0 and not config.has_g_idx):
+        return None, None
+    if g_idx.numel() != spec.k:
+        raise InputError("g_idx has another length than the layer", tensor=p.name("w_gidx"), found=g_idx.numel(), expected=spec.k)
+    if not config.has_g_idx:
+        since = g_idx.long() - g_idx[0]  # a rank's part of a regular one starts at a later group
+        if not since.any() or torch.equal(since, torch.arange(spec.k) // spec.block[1]):
+            return None, None
+    try:
+        return _words.column_order(g_idx, spec.block[1], groups)
+    except ValueError as error:
+        raise InputError("g_idx names a group that the layer has no scales of", tensor=p.name("w_gidx"), found=error,
+                         expected=f"0 to {groups - 1}", fix="give every rank all scales (input_dim=None)") from error  # fmt: skip
 
 
 def _codes(param: Any, n: int, k: int, width: int, signed: bool) -> Tensor:
@@ -122,6 +142,7 @@ def _codes(param: Any, n: int, k: int, width: int, signed: bool) -> Tensor:
     if data.dtype == torch.uint8 and tuple(data.shape) == (n, bits.row_bytes(k, width)):
         return data
     packed, along, _ = _orientation(param, n, k, width)
+    _ends_on_words(param, k if packed == "input" else n, width)
     if packed == "input":
         words = data if along == 1 else data.t()
         return words.contiguous().view(torch.uint8)[:, : bits.row_bytes(k, width)]
@@ -133,6 +154,14 @@ def _codes(param: Any, n: int, k: int, width: int, signed: bool) -> Tensor:
         part = _words.unpack_words(words[:, c * width // 32 : -(-stop * width // 32)], width, stop - c)
         out[c:stop] = bits.pack(part.t().contiguous(), width)
     return out
+
+
+def _ends_on_words(param: Any, count: int, width: int) -> None:
+    """Words of a rank's part can only have been cut from the checkpoint's where every part ends on a word."""
+    if getattr(param, "tp_size", 1) > 1 and count * width % 32:
+        raise InputError("a rank's part of packed codes ends inside a word", found=f"{count} codes of {width} bits",
+                         expected=f"multiples of {Fraction(32, width)}",
+                         fix="cut the canonical weight (QuantizedWeight.shard), which may be cut anywhere")  # fmt: skip
 
 
 def _orientation(param: Any, n: int, k: int, width: int) -> tuple[str, int, int]:
@@ -168,8 +197,6 @@ def _grid(param: Any, spec: LinearSpec, role: str, p: LayerParameters) -> tuple[
     if output_dim is None:
         rows_first = p.config.has_g_idx if isinstance(p.config, MPLinearLayerConfig) else False
         fits = [d for d in (0, 1) if data.shape[d] == spec.n and (data.shape[1 - d] == groups or rows_first)]
-        if len(fits) == 2 and spec.n != groups:
-            fits = fits[:1]
         if not fits:
             raise InputError("scales do not fit the layer", tensor=p.name(role), found=list(data.shape),
                              expected=f"[{spec.n}, {groups}] or [{groups}, {spec.n}]")  # fmt: skip
@@ -186,6 +213,7 @@ def _zero_points(param: Any, n: int, groups: int, width: int) -> Tensor:
     words = -(-n * width // 32)
     output_dim = getattr(param, "output_dim", None)
     if data.dtype == torch.int32:
+        _ends_on_words(param, n, width)
         if output_dim == 0 or (output_dim is None and tuple(data.shape) == (words, groups) != (groups, words)):
             data = data.t()
         if tuple(data.shape) != (groups, words):
@@ -234,13 +262,7 @@ def _fp8(p: LayerParameters, spec: LinearSpec) -> QuantizedWeight:
     spec, codes = _bytes(p, spec, config.weight_quant_key.dtype)
     scales = p.need("w_s")
     if p.family == "fp8_block":
-        offset = tuple(getattr(scales, "block_offset", (0, 0)))
-        grid = spec.replace(block_offset=offset).grid
-        if tuple(scales.data.shape) != grid:
-            raise InputError(
-                "scales do not fit the layer's blocks", tensor=p.name("w_s"), found=list(scales.data.shape), expected=list(grid)
-            )
-        spec, scale = spec.replace(block_offset=offset, scale_dtype=scales.data.dtype), scales.data
+        scale, spec = _block_scale(scales, p, spec)
     elif spec.block[0] == 1 and 1 < spec.block[1] < spec.k:
         scale, at = _grid(scales, spec, "w_s", p)
         spec = spec.replace(block_offset=(0, at), scale_dtype=scale.dtype)
@@ -249,7 +271,24 @@ def _fp8(p: LayerParameters, spec: LinearSpec) -> QuantizedWeight:
     static = None
     if spec.act is not None and not spec.act.dynamic:
         static = p.need("i_s").data.float().max()  # fused layers share one input: its largest range
+    elif spec.act is not None and (limit := p.find("i_s_ub")) is not None:
+        spec = spec.replace(act=replace(spec.act, limit=float(limit)))
     return QuantizedWeight(spec, codes, scale, input_scale=static)
+
+
+def _block_scale(param: Any, p: LayerParameters, spec: LinearSpec) -> tuple[Tensor, LinearSpec]:
+    """Scales of blocks, and the spec with the parameter's own blocks: a fused layer's may be fewer rows than the file's."""
+    data: Tensor = param.data.t() if getattr(param, "output_dim", 0) == 1 else param.data
+    offset: Any = tuple(getattr(param, "block_offset", (0, 0)))
+    rows = getattr(param, "block", spec.block)[0]
+    if spec.block[0] % rows == 0 and rows < spec.block[0]:
+        spec = spec.replace(block=(rows, spec.block[1]))
+        data = data[: spec.replace(block_offset=offset).grid[0]]  # the last of the file's blocks may not have been full
+    spec = spec.replace(block_offset=offset, scale_dtype=data.dtype)
+    if tuple(data.shape) != spec.grid:
+        raise InputError("scales do not fit the layer's blocks", tensor=p.name("w_s"), found=list(data.shape),
+                         expected=list(spec.grid))  # fmt: skip
+    return data.contiguous(), spec
 
 
 def _bytes(p: LayerParameters, spec: LinearSpec, dtype: torch.dtype) -> tuple[LinearSpec, Tensor]:
@@ -260,9 +299,13 @@ def _bytes(p: LayerParameters, spec: LinearSpec, dtype: torch.dtype) -> tuple[Li
         found = f"{list(data.shape)} {data.dtype}"
         raise InputError("the weight has another dtype than its config", tensor=p.name("w_q"), found=found,
                          expected=f"a matrix of {dtype}")  # fmt: skip
-    if getattr(param, "output_dim", 0) == 1:
+    said: Any = getattr(p.config, "weight_shape", None)
+    output_dim = getattr(param, "output_dim", None)
+    if output_dim is None:  # a layer of the field that keeps [K, N] keeps a transposed view, and does not say so
+        view = not data.is_contiguous() and data.t().is_contiguous()
+        output_dim = int(view if said is None or said[0] == said[1] else tuple(data.shape) == (said[1], said[0]))
+    if output_dim == 1:
         data = data.t()
-    said = getattr(p.config, "weight_shape", None)
     if said is not None and tuple(data.shape) != tuple(said):
         raise InputError(
             "the weight has another shape than its config", tensor=p.name("w_q"), found=list(data.shape), expected=list(said)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,19 @@ def write_layer(weight: QuantizedWeight, family: str) -> nn.Module:
     return layer
 
 
+def _ask(question: Callable[..., Any], *about: Any) -> Any:
+    """The answer; where a stranger raises instead, a refusal with what it said: it must not take every choice down."""
+    try:
+        return question(*about)
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _verdict(answer: Any, otherwise: str) -> Verdict:
+    ok, reason = answer if isinstance(answer, tuple | Verdict) else (answer, None)
+    return YES if ok else no(str(reason or otherwise))
+
+
 class Outside(Kernel):
     """Base of what `wrap` makes: a layer is written in the family's form, processed by the stranger, and kept as tensors."""
 
@@ -122,9 +135,11 @@ class Outside(Kernel):
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
-        """What the kernel says of the platform's compute capability."""
-        ok, reason = cls.layer_kernel.is_supported(platform.capability or None)
-        return YES if ok else no(reason or "it refuses this machine")
+        """What the kernel says of the platform's compute capability, and of the least that it names."""
+        least = _ask(cls.layer_kernel.get_min_capability)
+        if isinstance(least, int) and 0 < platform.capability < least:
+            return no(f"needs compute capability {least}; this is {platform.capability}", f"cuda:sm{least}")
+        return _verdict(_ask(cls.layer_kernel.is_supported, platform.capability or None), "it refuses this machine")
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
@@ -136,8 +151,7 @@ class Outside(Kernel):
             spec.k * spec.weight.bits % 32 or (spec.zero == "int" and spec.n * spec.weight.bits % 32) or 32 % spec.weight.bits
         ):
             return no("its codes do not fill whole words", "2, 4 or 8 bits, K and N in whole words")
-        ok, reason = cls.layer_kernel.can_implement(config)
-        return YES if ok else no(reason or "it refuses this layer")
+        return _verdict(_ask(cls.layer_kernel.can_implement, config), "it refuses this layer")
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:

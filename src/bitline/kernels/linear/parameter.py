@@ -1,14 +1,17 @@
 """Parameters that know what their dimensions mean, and load the slice of a checkpoint's tensor that a rank needs.
 
 `input_dim` runs along in_features, `output_dim` along out_features; along `packed_dim` one element holds `packed_factor`
-codes. Sizes and offsets that loaders are given count weights, not elements: a parameter knows its own unit.
+codes. Sizes and offsets that loaders are given count weights, not elements: a parameter knows its own unit. Nothing is
+rounded: a scale takes the checkpoint's dtype where its own cannot hold every value, everything else refuses that.
 """
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -23,6 +26,8 @@ class BitlineParameter(Parameter):
     tp_rank: int
     tp_size: int
     weight_loader: Any
+    _widens = False
+    _loaded = False
 
     def __new__(cls, data: Tensor, *_: Any, **__: Any) -> BitlineParameter:
         """Parameter's own, without a gradient."""
@@ -33,19 +38,23 @@ class BitlineParameter(Parameter):
             raise InputError("no such rank", found=f"{tp_rank} of {tp_size}")
         self.tp_rank, self.tp_size, self.weight_loader = tp_rank, tp_size, weight_loader
 
-    def _copy(self, part: Tensor, into: Tensor | None = None) -> None:
-        into = self.data if into is None else into
-        if part.dim() == 0 and into.numel() == 1:
-            part = part.reshape(into.shape)
-        if part.shape != into.shape:
+    def _copy(self, part: Tensor, dim: int = 0, first: int = 0, count: int | None = None) -> None:
+        """Take a tensor, as a whole or as `count` elements from `first` on along `dim`."""
+        place = lambda: self.data if count is None else self.data.narrow(dim, first, count)
+        if part.numel() == place().numel() == 1:
+            part = part.reshape(place().shape)
+        if part.shape != place().shape:
             raise InputError("a checkpoint's tensor does not fit its parameter", found=f"{list(part.shape)} of {part.dtype}",
-                             expected=f"{list(into.shape)}")  # fmt: skip
-        if part.dtype != into.dtype and (
-            part.dtype.is_floating_point != into.dtype.is_floating_point or part.dtype.itemsize > into.dtype.itemsize
-        ):
-            raise InputError("a checkpoint's tensor would be rounded by its parameter", found=part.dtype, expected=into.dtype,
-                             fix="make the parameter in the checkpoint's dtype")  # fmt: skip
-        into.copy_(part)
+                             expected=f"{list(place().shape)}")  # fmt: skip
+        if part.dtype.itemsize == 1 and self.data.dtype.itemsize == 1 and torch.uint8 in (part.dtype, self.data.dtype):
+            part = part if torch.int8 in (part.dtype, self.data.dtype) else part.view(self.data.dtype)  # E8M0 and its bytes
+        if not _holds(self.data.dtype, part.dtype):
+            if not self._widens or not part.is_floating_point() or not self.data.is_floating_point():
+                raise InputError("a checkpoint's tensor would be rounded by its parameter", found=part.dtype,
+                                 expected=self.data.dtype, fix="make the parameter in the checkpoint's dtype")  # fmt: skip
+            self.data = self.data.to(_wider(self.data.dtype, part.dtype) if self._loaded else part.dtype)
+        place().copy_(part)
+        self._loaded = True
 
     def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
         """The whole tensor: it has no output dimension to cut."""
@@ -62,6 +71,19 @@ class BitlineParameter(Parameter):
     def load_qkv_weight(self, loaded_weight: Tensor, **_: Any) -> None:
         """The whole tensor."""
         self._copy(loaded_weight)
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Has `dtype` every value of `other`?"""
+    if dtype == other:
+        return True
+    if dtype.is_floating_point != other.is_floating_point or (other.is_floating_point and other.itemsize == 1):
+        return False
+    return torch.promote_types(dtype, other) == dtype
+
+
+def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return one if _holds(one, other) else other if _holds(other, one) else torch.float32
 
 
 class _Cut(BitlineParameter):
@@ -86,8 +108,10 @@ class _Cut(BitlineParameter):
                              fix="cut the canonical weight (QuantizedWeight.shard), which may be cut anywhere")  # fmt: skip
         return first.__floor__(), last.__ceil__()
 
-    def _rank_part(self, loaded: Tensor, dim: int, index: int, count: int, total: int | None = None) -> Tensor:
-        """Part `index` of `count` of a tensor that stands for `total` weights along `dim`."""
+    def _rank_part(self, loaded: Tensor, dim: int | None, index: int, count: int, total: int | None = None) -> Tensor:
+        """Part `index` of `count` of a tensor that stands for `total` weights along `dim`; all of it where it has no such dim."""
+        if dim is None:
+            return loaded
         whole = self._weights(loaded, dim) if total is None else total
         start, stop = whole * index // count, whole * (index + 1) // count
         first, last = self._elements(dim, start, stop)
@@ -104,7 +128,7 @@ class _Cut(BitlineParameter):
 class RowParameter(_Cut):
     """One that is cut along in_features: g_idx, a static input scale per column."""
 
-    def __init__(self, data: Tensor, input_dim: int = 0, **more: Any) -> None:
+    def __init__(self, data: Tensor, input_dim: int | None = 0, **more: Any) -> None:
         self.input_dim = input_dim
         super().__init__(data, **more)
 
@@ -136,21 +160,21 @@ class _Column(_Cut):
         self._place(loaded_weight, shard_offset, shard_size, self.tp_rank // replicas, self.tp_size // replicas)
 
     def _place(self, loaded: Tensor, offset: int, size: int, index: int, count: int) -> None:
-        part = self._rank_part(
-            loaded, self.output_dim, index, count, size * count if not self._is_codes(self.output_dim) else None
-        )
         unit = self._unit(self.output_dim)
+        if loaded.shape[self.output_dim] != (size * count / unit).__ceil__():
+            raise InputError("a fused layer's tensor has another size than its place", expected=f"{size * count} rows",
+                             found=f"{self._weights(loaded, self.output_dim)} rows")  # fmt: skip
         if (offset / unit).denominator != 1:
-            raise InputError("a fused layer begins inside a packed word or a scale's block", found=f"row {offset}",
-                             expected=f"a multiple of {unit}",
+            raise InputError("a fused layer begins inside a packed word", found=f"row {offset}", expected=f"a multiple of {unit}",
                              fix="load the layers apart, or fuse the canonical weights")  # fmt: skip
-        first = int(offset / unit)
-        last = ((offset + size) / unit).__ceil__()
-        self._copy(part, self.data.narrow(self.output_dim, first, last - first))
+        part = self._rank_part(loaded, self.output_dim, index, count, size * count if count > 1 else None)
+        self._copy(part, self.output_dim, int(offset / unit), part.shape[self.output_dim])
 
 
 class ChannelScaleParameter(_Column):
     """One scale for each row."""
+
+    _widens = True
 
     def __init__(self, data: Tensor, output_dim: int = 0, **more: Any) -> None:
         self.output_dim = output_dim
@@ -158,9 +182,9 @@ class ChannelScaleParameter(_Column):
 
 
 class ModelWeightParameter(RowParameter, _Column):
-    """An unpacked weight, cut along either dimension."""
+    """An unpacked weight, cut along either dimension; input_dim=None: every rank gets all of in_features."""
 
-    def __init__(self, data: Tensor, input_dim: int = 1, output_dim: int = 0, **more: Any) -> None:
+    def __init__(self, data: Tensor, input_dim: int | None = 1, output_dim: int = 0, **more: Any) -> None:
         self.output_dim = output_dim
         super().__init__(data, input_dim=input_dim, **more)
 
@@ -169,8 +193,9 @@ class PackedParameter(ModelWeightParameter):
     """Codes packed into words along `packed_dim`, `packed_factor` of them a word (a Fraction for 3, 5, 6 and 7 bits)."""
 
     def __init__(
-        self, data: Tensor, packed_dim: int, packed_factor: int | Fraction, input_dim: int = 1, output_dim: int = 0, **more: Any
-    ) -> None:
+        self, data: Tensor, packed_dim: int, packed_factor: int | Fraction, input_dim: int | None = 1, output_dim: int = 0,
+        **more: Any,
+    ) -> None:  # fmt: skip
         self.packed_dim, self.packed_factor = packed_dim, Fraction(packed_factor)
         super().__init__(data, input_dim=input_dim, output_dim=output_dim, **more)
 
@@ -179,10 +204,16 @@ class PackedParameter(ModelWeightParameter):
 
 
 class BlockScaleParameter(ModelWeightParameter):
-    """Scales of blocks of (rows, columns). A rank that starts inside a block gets its scale too: see `block_offset`."""
+    """Scales of blocks of (rows, columns). A rank that starts inside a block gets its scale too: see `block_offset`.
 
-    def __init__(self, data: Tensor, block: tuple[int, int], input_dim: int = 1, output_dim: int = 0, **more: Any) -> None:
-        self.block = block
+    Where fused layers begin or end inside blocks, `block` becomes as many rows as all of them are multiples of, and scales
+    are repeated.
+    """
+
+    _widens = True
+
+    def __init__(self, data: Tensor, block: tuple[int, int], input_dim: int | None = 1, output_dim: int = 0, **more: Any) -> None:
+        self.block, self._stored = block, block
         self.block_offset = [0, 0]
         super().__init__(data, input_dim=input_dim, output_dim=output_dim, **more)
 
@@ -193,6 +224,18 @@ class BlockScaleParameter(ModelWeightParameter):
     def load_row_parallel_weight(self, loaded_weight: Tensor, size: int | None = None) -> None:
         """This rank's columns. size: columns of the whole weight, where its last block is not full."""
         self._copy(self._rank_part(loaded_weight, self.input_dim, self.tp_rank, self.tp_size, size))
+
+    def _place(self, loaded: Tensor, offset: int, size: int, index: int, count: int) -> None:
+        dim, rows = self.output_dim, self._stored[0]
+        if loaded.shape[dim] != -(-size * count // rows):
+            raise InputError("a fused layer's scales have another size than its place",
+                             found=f"{loaded.shape[dim]} blocks of {rows}", expected=f"{-(-size * count // rows)}")  # fmt: skip
+        step = math.gcd(self.block[0], offset, size, size * index)
+        if step != self.block[0]:
+            self.data = self.data.repeat_interleave(self.block[0] // step, dim)
+            self.block = (step, self.block[1])
+        part = loaded.repeat_interleave(rows // step, dim) if step != rows else loaded
+        self._copy(part.narrow(dim, size * index // step, size // step), dim, offset // step, size // step)
 
     def _unit(self, dim: int) -> Fraction:
         return Fraction(self.block[0] if dim == self.output_dim else self.block[1])
@@ -207,7 +250,7 @@ class BlockScaleParameter(ModelWeightParameter):
 class GroupScaleParameter(BlockScaleParameter):
     """Scales of groups of columns; without a group size one for a whole row, which every rank then gets."""
 
-    def __init__(self, data: Tensor, group_size: int = -1, input_dim: int = 1, output_dim: int = 0, **more: Any) -> None:
+    def __init__(self, data: Tensor, group_size: int = -1, input_dim: int | None = 1, output_dim: int = 0, **more: Any) -> None:
         self.group_size = group_size
         super().__init__(data, block=(1, max(group_size, 1)), input_dim=input_dim, output_dim=output_dim, **more)
 
@@ -222,21 +265,21 @@ class GroupScaleParameter(BlockScaleParameter):
 class PerTensorScaleParameter(BitlineParameter):
     """One number for each of the layers that are fused in this one, [layers]."""
 
-    def load_merged_column_weight(self, loaded_weight: Tensor, *, shard_id: int, **_: Any) -> None:  # type: ignore[override]
-        """The number of the layer `shard_id`."""
-        self._put(shard_id, loaded_weight)
+    _widens = True
 
-    def load_qkv_weight(self, loaded_weight: Tensor, *, shard_id: str, **_: Any) -> None:  # type: ignore[override]
-        """The number of q, k or v."""
-        if shard_id not in _SHARDS:
-            raise InputError("no such part of a fused attention layer", found=repr(shard_id), expected="q, k or v")
-        self._put(_SHARDS[shard_id], loaded_weight)
+    def load_merged_column_weight(self, loaded_weight: Tensor, *, shard_id: int | str, **_: Any) -> None:  # type: ignore[override]
+        """The number of the layer `shard_id`: its place among the fused ones, or q, k or v."""
+        index = _SHARDS.get(shard_id, shard_id) if isinstance(shard_id, str) else shard_id
+        if not isinstance(index, int) or not 0 <= index < self.data.numel():
+            raise InputError("no such part of a fused layer", found=repr(shard_id),
+                             expected=f"q, k or v, or a number below {self.data.numel()}")  # fmt: skip
+        if loaded_weight.numel() != 1:
+            raise InputError("a scale of a fused layer is one number", found=list(loaded_weight.shape), expected="one number")
+        if self.data.dim() != 1:
+            self.data = self.data.view(-1)
+        self._copy(loaded_weight, 0, index, 1)
 
-    def _put(self, index: int, loaded: Tensor) -> None:
-        if loaded.numel() != 1 or not 0 <= index < self.data.numel():
-            raise InputError("a scale of a fused layer is one number", found=f"{list(loaded.shape)} for layer {index}",
-                             expected=f"one number for a layer below {self.data.numel()}")  # fmt: skip
-        self.data.view(-1)[index] = loaded.reshape(())
+    load_qkv_weight = load_merged_column_weight  # type: ignore[assignment]
 
 
 def permute_param_layout_(param: Any, input_dim: int, output_dim: int, packed_dim: int | None = None) -> Any:
@@ -251,6 +294,9 @@ def permute_param_layout_(param: Any, input_dim: int, output_dim: int, packed_di
         here_out = 1 - here_in if here_out is None and here_in is not None else here_out
     if here_in is None or here_out is None:
         raise InputError("a parameter that names no dimension cannot be permuted", found=type(param).__name__)
+    if {input_dim, output_dim} - set(range(param.data.dim())) or input_dim == output_dim:
+        raise InputError("no such dimensions of the parameter", found=f"input_dim {input_dim}, output_dim {output_dim}",
+                         expected=f"two of the {param.data.dim()}")  # fmt: skip
     packed = getattr(param, "packed_dim", None)
     if packed_dim is not None:
         wanted = {input_dim: here_in, output_dim: here_out}.get(packed_dim)

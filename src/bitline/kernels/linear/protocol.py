@@ -6,8 +6,11 @@ its own `process_weights_after_loading` and `apply_weights`, joins the selection
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,10 +20,15 @@ from bitline.errors import InputError
 from bitline.kernels.base import Kernel
 from bitline.kernels.linear.config import Config, family_of
 from bitline.kernels.linear.layers import NAMES, LayerParameters, read_layer
+from bitline.kernels.registry import entries as entries_of
 from bitline.kernels.registry import kernel_by_name
 from bitline.linear import OP
 from bitline.platform import Platform
+from bitline.select import Policy, choose
 from bitline.types import LinearSpec, Verdict
+from bitline.weight import QuantizedWeight
+
+log = logging.getLogger("bitline")
 
 
 def platform_of(compute_capability: int | Platform | str | None = None) -> Platform:
@@ -37,17 +45,26 @@ def platform_of(compute_capability: int | Platform | str | None = None) -> Platf
 class LinearKernel(ABC):
     """The protocol. An instance serves the layers of one config; it holds no weights, the layer does.
 
-    names: where the layer calls a parameter by another name than the family's own (`NAMES`): w_q_param_name, w_s_param_name,
-    w_zp_param_name, w_gidx_param_name, or role=name. Raises ValueError with the reason where the kernel cannot do the
-    config or does not run on this machine.
+    names: where the layer calls a parameter by another name than the family's own (`NAMES`), in the roles' order, as a list
+    `layer_param_names`, or by keyword: w_q_param_name, w_s_param_name, …, or role=name. Raises ValueError with the reason where
+    the kernel cannot do the config or does not run on this machine.
     """
 
     config: Config
+    policy: Policy | None = None  # of a kernel that was chosen: another may serve a layer that this one cannot do
 
-    def __init__(self, config: Config, *positional: str | None, **names: str | None) -> None:
+    def __init__(
+        self, config: Config, *positional: str | None, layer_param_names: Sequence[str] = (), **names: str | None
+    ) -> None:
         self.config = config
-        roles = list(NAMES[family_of(config)])
-        given = dict(zip(roles, positional, strict=False)) | {k.removesuffix("_param_name"): v for k, v in names.items()}
+        roles = NAMES[family_of(config)]
+        listed = (*positional, *layer_param_names)
+        if len(listed) > len(roles):
+            raise InputError("more names than such a layer has parameters", found=", ".join(map(str, listed)),
+                             expected=", ".join(roles))  # fmt: skip
+        given = dict(zip(roles, listed, strict=False)) | {k.removesuffix("_param_name"): v for k, v in names.items()}
+        if unknown := [role for role in given if role not in roles]:
+            raise InputError("no such role of a parameter", found=", ".join(unknown), expected=", ".join(roles))
         self.names = {role: name for role, name in given.items() if name is not None}
         for verdict in (type(self).is_supported(), type(self).can_implement(config)):
             ok, reason = verdict
@@ -55,9 +72,15 @@ class LinearKernel(ABC):
                 raise ValueError(f"{type(self).__name__} cannot run this layer: {reason}")
 
     @classmethod
-    @abstractmethod
     def is_supported(cls, compute_capability: Any = None) -> Any:
-        """(ok, reason): does it run on this machine, or on an NVIDIA GPU of that compute capability."""
+        """(ok, reason): does it run on this machine, or on an NVIDIA GPU of that compute capability.
+
+        Unless a kernel says more, that is what `get_min_capability` says.
+        """
+        place, least = platform_of(compute_capability), cls.get_min_capability()
+        if place.vendor == "cuda" and place.capability < least:
+            return Verdict(False, f"needs compute capability {least}; this is {place.capability}", f"cuda:sm{least}")
+        return Verdict(True)
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -120,6 +143,7 @@ class OverPack(Kernel):
     impl: ClassVar[type[Kernel]]
     names: dict[str, str]
     config: Config
+    policy: Policy | None
 
     @classmethod
     def is_supported(cls, platform: Any = None) -> Verdict:
@@ -155,16 +179,28 @@ class OverPack(Kernel):
             return
         weight = read_layer(layer, self.config, self.names)
         ok, reason = type(self).can_implement(weight.spec)
-        if not ok:
-            raise ValueError(f"{type(self).__name__} cannot run this layer ({weight.spec}): {reason}")
-        packed = self.impl.pack(weight)
+        impl = self.impl if ok else self._another(weight, reason)
+        packed = impl.pack(weight)
+        for name in getattr(layer, "_bitline_names", ()):
+            delattr(layer, name)  # of another kernel that processed the layer before
         layer._bitline_spec, layer._bitline_names = weight.spec.key, [f"_bitline_{name}" for name in packed]
+        layer._bitline_kernel = impl.__name__
         for name, tensor in zip(layer._bitline_names, packed.values(), strict=True):
             _keep(layer, name, tensor)
         if free_source:
             for name in parameters.all():
                 _forget(layer, name)
             layer._bitline_source_freed = True
+
+    def _another(self, weight: QuantizedWeight, reason: str) -> type[Kernel]:
+        """The next best kernel for a layer that this one cannot do; a ValueError where this one was not chosen but named."""
+        spec, family = weight.spec, family_of(self.config)
+        if self.policy is None or self.policy.kernel == self.impl.__name__:
+            raise ValueError(f"{type(self).__name__} cannot run this layer ({spec}): {reason}")
+        entries = [e for e in entries_of() if not e.kernel.families or family in e.kernel.families]
+        chosen = choose(spec, Platform.detect(weight.device), self.policy, kernels=entries).kernel
+        _warn_another(type(self).__name__, reason, chosen.__name__)
+        return chosen
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] in the config's input dtype -> [..., N], in `out_type` where the config has one."""
@@ -176,10 +212,15 @@ class OverPack(Kernel):
                              expected=f"[..., {spec.k}] {spec.act_dtype}")  # fmt: skip
         packed = [getattr(layer, name) for name in layer._bitline_names]
         rows = math.prod(x.shape[:-1])
-        y = OP(x.reshape(rows, spec.k), packed, bias, self.impl.__name__, layer._bitline_spec)
+        y = OP(x.reshape(rows, spec.k), packed, bias, layer._bitline_kernel, layer._bitline_spec)
         y = y.view(*x.shape[:-1], spec.n)
         out = getattr(self.config, "out_type", None) or getattr(self.config, "out_dtype", None)
         return y if out is None else y.to(out)
+
+
+@functools.cache
+def _warn_another(name: str, reason: str, another: str) -> None:
+    log.warning("a layer is another than its config said, and %s cannot run it (%s): %s does", name, reason, another)
 
 
 def _keep(layer: Any, name: str, tensor: Tensor) -> None:
