@@ -5,7 +5,7 @@ BIN := .venv/bin
 PROMPT ?= The capital of France is
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test lint clean
+.PHONY: run test lint sanitize clean
 
 run: .venv/run
 	$(BIN)/bitline run smollm2 --prompt "$(PROMPT)"
@@ -17,6 +17,12 @@ lint: .venv/test
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
+
+# The native core under AddressSanitizer and UndefinedBehaviorSanitizer; needs GCC with its sanitizers, and a minute or two.
+sanitize: .venv/test
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S csrc -B build/sanitized -DBITLINE_SANITIZE=ON
+	$(BIN)/ninja -C build/sanitized
+	BITLINE_SANITIZED=$(CURDIR)/build/sanitized/libbitline_native.so $(BIN)/python -m pytest -n 0 tests/test_native_sanitizers.py
 
 # Every package is pinned, so that every set-up is the same one.
 .venv/run: requirements.txt pyproject.toml $(wildcard csrc/*) $(wildcard csrc/*/*)

@@ -1,0 +1,216 @@
+"""Every exported function of the native core over awkward sizes, in memory of exactly the size that is needed.
+
+    python tests/sanitized_calls.py {after | before | heap} [LEVEL…]
+
+Run by test_native_sanitizers.py in a process of its own, which a touch outside of a tensor ends. after, before: each tensor lies
+against a page that cannot be touched. heap: where the allocator puts it, for a core and an allocator that are watched, which
+do not see what vectors load and store under a mask. Ends with an error where a function was not called.
+"""
+
+import collections
+import ctypes
+import math
+import mmap
+import random
+import sys
+
+import torch
+
+from bitline import bits, memory, native, types
+from bitline.formats import _words
+from bitline.kernels.native_cpu import OP
+from bitline.kernels.native_cpu import CPUWNA16LinearKernel as Kernel
+from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel
+from bitline.testing import check
+from bitline.testing.conformance import default_specs
+from bitline.testing.generators import inputs, random_spec, random_weight
+from bitline.types import ActSpec, LinearSpec
+
+ROWS = (0, 1, 2, 3, 7, 17, 65)
+SIZES = (1, 2, 3, 7, 8, 15, 17, 31, 33, 63, 65, 127, 130, 257)
+CALLS: collections.Counter[str] = collections.Counter()
+
+
+def watch(core: native.Core) -> None:
+    """Count the calls of each function."""
+    for name in native.SIGNATURES:
+        short = name.removeprefix("bitline_")
+        function = getattr(core, short)
+
+        def counted(*arguments, short=short, function=function):
+            CALLS[short] += 1
+            return function(*arguments)
+
+        setattr(core, short, counted)
+
+
+PLACE = "heap"
+LIBC = ctypes.CDLL(None, use_errno=True)
+EMPTY = torch.empty
+
+
+def empty(*shape, dtype=torch.float32, device=None) -> torch.Tensor:
+    """torch.empty, at the end or at the beginning of its pages, with a page after or before it that cannot be touched."""
+    if PLACE == "heap" or device is not None:
+        return EMPTY(*shape, dtype=dtype, device=device)
+    size = torch.Size(shape[0] if shape and not isinstance(shape[0], int) else shape)
+    count, page = size.numel() * dtype.itemsize, mmap.PAGESIZE
+    if count == 0:
+        return EMPTY(size, dtype=dtype)
+    whole = -(-count // page) * page
+    memory = mmap.mmap(-1, whole + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    at = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    if LIBC.mprotect(ctypes.c_void_p(at + whole if PLACE == "after" else at), ctypes.c_size_t(page), 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    offset = whole - count if PLACE == "after" else page
+    return torch.frombuffer(memory, dtype=dtype, offset=offset, count=size.numel()).view(size)
+
+
+def placed(x: torch.Tensor) -> torch.Tensor:
+    """A copy in such memory."""
+    return empty(x.shape, dtype=x.dtype).copy_(x)
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    return placed(torch.randint(256, shape, dtype=torch.uint8))
+
+
+def random_words(rows: int, columns: int, extra: int) -> torch.Tensor:
+    """Rows that lie apart; the last one ends where the memory ends, or the first one begins where it begins."""
+    wide = placed(torch.randint(-(2**31), 2**31 - 1, (rows, columns + extra), dtype=torch.int32))
+    return apart(wide, extra)
+
+
+def apart(wide: torch.Tensor, extra: int) -> torch.Tensor:
+    return wide[:, : wide.shape[1] - extra] if PLACE == "before" else wide[:, extra:]
+
+
+def repacking(r: random.Random) -> None:
+    for rows in SIZES:
+        for columns in r.sample(SIZES, 4):
+            extra = r.randrange(4)
+            words = random_words(rows, columns, extra)
+            _words.transpose_words(words)
+            _words.awq_codes(words, 8 * columns)
+            for width in (1, 2, 4, 8):
+                _words.ordered_words(words, width, placed(torch.randperm(rows * 32 // width).int()))
+            for width in range(1, 8):
+                if columns * 32 % width == 0:
+                    n = columns * 32 // width
+                    for minus_one in (False, True):
+                        _words.zero_points(words, width, n, minus_one=minus_one)
+                        if n % 8 == 0:
+                            _words.zero_points(words, width, n, minus_one=minus_one, interleaved=True)
+                stream = apart(random_bytes(rows, bits.row_bytes(columns, width) + extra), extra)
+                codes = bits.unpack(stream, width, columns)
+                assert int(codes.max()) < 1 << width
+                assert torch.equal(bits.unpack(bits.pack(codes, width), width, columns), codes)
+                bits.take(stream, width, columns, placed(torch.randint(columns, (r.choice(SIZES),))))
+            bits.take(random_bytes(rows, columns), 8, columns, placed(torch.randint(columns, (5,))))
+            for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+                native.transposed(apart(placed(torch.zeros(rows, columns + extra, dtype=dtype)), extra))
+    for n in (0, *SIZES, 4097, (1 << 18) + 3):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+            assert native.all_finite(placed(torch.zeros(n).to(dtype)))
+
+
+INT4 = (types.uint4b8, types.uint4, types.uint3b4, types.uint2, types.uint8b128, types.uint8, types.int4, types.int8,
+        types.float4_e2m1, types.uint5b16)  # fmt: skip
+
+
+def torchs_int4(r: random.Random) -> None:
+    for kind in INT4:
+        for n in r.sample(SIZES, 4):
+            for group in (16, 32, 64, 128, 256):
+                zero = r.choice(("int", "float")) if kind in (types.uint4, types.uint2, types.uint8) else "none"
+                spec = LinearSpec(n, group * r.randrange(1, 4), kind, (1, group), zero=zero,
+                                  scale_dtype=r.choice((torch.float16, torch.bfloat16, torch.float32)))  # fmt: skip
+                if TorchInt4PackLinearKernel.can_implement(spec):
+                    TorchInt4PackLinearKernel.pack(random_weight(spec, n))
+
+
+ACTS = (None, ActSpec(types.int8), ActSpec(types.int8, symmetric=False), ActSpec(types.int8, True, "tensor"),
+        ActSpec(types.int8, False, "tensor", 0, False), ActSpec(types.float8_e4m3fn))  # fmt: skip
+
+
+def linear_specs(r: random.Random) -> list[LinearSpec]:
+    """Every type with every kind of zero, in every input dtype, at sizes that are multiples of nothing."""
+    specs = []
+    for kind in types.SCALAR_TYPES.values():
+        plain = kind.kind == "int" and not kind.signed and not kind.bias
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for zero in ("none", "int", "float") if plain else ("none",):
+                n, k = r.choice(SIZES), r.choice(SIZES)
+                group = r.choice((1, 7, 16, 32, 100, k))
+                specs.append(LinearSpec(
+                    n, k, kind, (1, group), scale_dtype=r.choice((torch.float32, torch.float16, torch.bfloat16)), zero=zero,
+                    act_order=k > 1 and r.random() < 0.25, bias=r.random() < 0.5, act_dtype=dtype, act=r.choice(ACTS),
+                ))  # fmt: skip
+    return specs + default_specs()[:25] + [random_spec(seed) for seed in range(500, 560)]
+
+
+def linear(r: random.Random) -> None:
+    for spec in linear_specs(r):
+        weight = random_weight(spec, 1)
+        packed = [placed(t) for t in Kernel.pack(weight).values()]
+        bias = None if weight.bias is None else placed(weight.bias.to(spec.act_dtype))
+        for m in (*ROWS, 130) if r.random() < 0.2 else ROWS:
+            x = placed(inputs(m, spec, m))
+            y = Kernel.apply(x, packed, bias, spec)
+            assert y.shape == (m, spec.n)
+            if m in (1, 17):
+                check(y, x, weight)
+            if len(packed) == 1:
+                same = gemm(x, packed[0], bias, spec.n)
+                assert torch.equal(same, y) or bool(y.isnan().any())
+        if len(packed) == 1:
+            strided = apart(placed(torch.zeros(4, spec.k + 3, dtype=spec.act_dtype)), 3)
+            assert OP(strided, packed[0], bias, spec.n).shape == (4, spec.n)
+    spec = LinearSpec(65, 130, types.float8_e4m3fn, (1, 16))
+    weight = placed(Kernel.pack(random_weight(spec, 1))["weight"])
+    for m in (515, 1030):  # panels, and more rows than one pass takes
+        gemm(placed(inputs(m, spec)), weight, None, 65)
+
+
+def gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
+    """The C function itself, into memory like its arguments'."""
+    core = native.core()
+    y = empty(x.shape[0], n, dtype=x.dtype).fill_(math.nan)
+    code = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[x.dtype]
+    at = 0 if bias is None else bias.data_ptr()
+    assert x.shape[0] == 0 or core.gemm(x.data_ptr(), x.shape[0], weight.data_ptr(), at, y.data_ptr(), code) == 0
+    return y
+
+
+def main() -> None:
+    global PLACE
+    PLACE = sys.argv[1]
+    torch.manual_seed(0)
+    core = native.core()
+    assert core is not None, native.why_not()
+    watch(core)
+    core.abi(), core.init(core.torch_library), core.threads(), core.empty_regions(3, 5), core.isa_highest()
+    for size in (1, 5000, (4 << 20) + 17, (9 << 20) + 4095):
+        whole = empty(size, dtype=torch.uint8)
+        core.prepare(whole.data_ptr(), size)
+        whole.fill_(1)
+    torch.empty = empty
+    memory.passing = memory.empty = empty
+    for level in sys.argv[2:] or native.isas():
+        native.use_isa(level)
+        assert native.isa() == level
+        r = random.Random(level)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            repacking(r)
+            torchs_int4(r)
+            if level != "portable":
+                linear(r)
+    core.bind(core.torch_library)
+    missing = {name.removeprefix("bitline_") for name in native.SIGNATURES} - set(CALLS)
+    assert not missing or sys.argv[2:], f"never called: {missing}"
+    print("calls:", sum(CALLS.values()))
+
+
+if __name__ == "__main__":
+    main()
