@@ -321,7 +321,7 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A kernel's answer to "can you?": true or false in a condition, unpackable as (ok, reason).
+    """A kernel's answer to "can you?": true or false in a condition, unpackable and indexable as (ok, reason).
 
     `fix` says what would change a refusal: the nearest shape, dtype, package or machine that would do.
     """
@@ -336,6 +336,9 @@ class Verdict:
     def __iter__(self) -> Iterator[Any]:
         yield self.ok
         yield self.reason
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.ok, self.reason)[index]
 
 
 YES = Verdict(True)
