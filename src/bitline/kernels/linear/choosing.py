@@ -55,7 +55,7 @@ def choose_scaled_mm_linear_kernel(
     names = None if possible_kernels is None else {registry.kernel_by_name(_name(k)).__name__ for k in possible_kernels}
     policy = Policy.of(policy)
     if force_kernel is not None:
-        policy = replace(policy, kernel=_name(force_kernel), strict=False)
+        policy = replace(policy, kernel=registry.kernel_by_name(_name(force_kernel)).__name__, strict=False)
     return layer_kernel(_choose(config, place, policy, names).kernel, configs.family_of(config))
 
 
@@ -114,7 +114,7 @@ def init_fp8_linear_kernel(
     config = configs.FP8ScaledMMLinearLayerConfig(weight_quant_key, activation_quant_key, weight_shape, input_dtype, out_dtype)
     policy = Policy.of(policy)
     if force_kernel is not None:
-        policy = replace(policy, kernel=_name(force_kernel), strict=False)
+        policy = replace(policy, kernel=registry.kernel_by_name(_name(force_kernel)).__name__, strict=False)
     return init_linear_kernel(config, policy, module_name)
 
 
@@ -204,7 +204,8 @@ def _vendor(platform: Any) -> str:
 
 
 def _announce(choice: Choice, family: str) -> None:
-    emulated = choice.kernel.emulates
+    asked = choice.best.name == choice.policy.kernel or choice.best.backend == choice.policy.backend
+    emulated = choice.kernel.emulates and not asked
     reasons = tuple(f"{c.name}: {c.verdict.reason}" for c in choice.candidates if not c.verdict) if emulated else ()
     _announce_once(family, choice.best.name, emulated, reasons)
 

@@ -28,6 +28,7 @@ class BitlineParameter(Parameter):
     weight_loader: Any
     _widens = False
     _loaded = False
+    _sharing: tuple[int | str, ...] = ()
 
     def __new__(cls, data: Tensor, *_: Any, **__: Any) -> BitlineParameter:
         """Parameter's own, without a gradient."""
@@ -64,13 +65,22 @@ class BitlineParameter(Parameter):
         """The whole tensor: it has no input dimension to cut."""
         self._copy(loaded_weight)
 
-    def load_merged_column_weight(self, loaded_weight: Tensor, **_: Any) -> None:
-        """The whole tensor."""
+    def load_merged_column_weight(self, loaded_weight: Tensor, *, shard_id: int | str = 0, **_: Any) -> None:
+        """The whole tensor, which fused layers share; an InputError where another one of them had other values."""
+        if shard_id in self._sharing:  # it is loaded again
+            self._sharing = ()
+        if self._sharing and not torch.equal(self.data, loaded_weight.to(self.data).reshape(self.data.shape)):
+            raise InputError(
+                "fused layers share this parameter, and theirs differ", found=f"{self._sharing[0]!r} and {shard_id!r}",
+                expected="equal tensors, such as one order of columns",
+                fix="run the layers apart; a PerTensorScaleParameter has one number for each",
+            )  # fmt: skip
         self._copy(loaded_weight)
+        self._sharing = (*self._sharing, shard_id)
 
-    def load_qkv_weight(self, loaded_weight: Tensor, **_: Any) -> None:
-        """The whole tensor."""
-        self._copy(loaded_weight)
+    def load_qkv_weight(self, loaded_weight: Tensor, *, shard_id: int | str = 0, **_: Any) -> None:
+        """See load_merged_column_weight."""
+        BitlineParameter.load_merged_column_weight(self, loaded_weight, shard_id=shard_id)
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
@@ -190,17 +200,32 @@ class ModelWeightParameter(RowParameter, _Column):
 
 
 class PackedParameter(ModelWeightParameter):
-    """Codes packed into words along `packed_dim`, `packed_factor` of them a word (a Fraction for 3, 5, 6 and 7 bits)."""
+    """Codes packed into words along `packed_dim`, `packed_factor` of them a word (a Fraction for 3, 5, 6 and 7 bits).
+
+    group_size: of zero points, the columns that one is for (-1: all of them). A group that two ranks share goes to both.
+    """
 
     def __init__(
-        self, data: Tensor, packed_dim: int, packed_factor: int | Fraction, input_dim: int | None = 1, output_dim: int = 0,
+        self,
+        data: Tensor,
+        packed_dim: int,
+        packed_factor: int | Fraction,
+        input_dim: int | None = 1,
+        output_dim: int = 0,
+        group_size: int = 0,
         **more: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.packed_dim, self.packed_factor = packed_dim, Fraction(packed_factor)
-        super().__init__(data, input_dim=input_dim, output_dim=output_dim, **more)
+        self.group_size = group_size
+        super().__init__(data, input_dim=None if group_size == -1 else input_dim, output_dim=output_dim, **more)
 
     def _unit(self, dim: int) -> Fraction:
-        return self.packed_factor if dim == self.packed_dim else Fraction(1)
+        if dim == self.packed_dim:
+            return self.packed_factor
+        return Fraction(self.group_size if dim == self.input_dim and self.group_size > 0 else 1)
+
+    def _is_codes(self, dim: int) -> bool:
+        return dim == self.packed_dim or dim != self.input_dim or not self.group_size
 
 
 class BlockScaleParameter(ModelWeightParameter):
