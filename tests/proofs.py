@@ -21,6 +21,7 @@ _MICRO = "tests/kernels/test_torch_micro.py::test_computes_what_the_spec_says"
 _GPUS = "tests/providers/test_gpu_providers.py::"
 _ARK = "tests/providers/inside_ark.py::"
 _XPU = "tests/providers/test_xpu.py::"
+_HUMMING = "tests/providers/test_humming.py::test_computes_what_the_spec_says"
 
 PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "ReferenceLinearKernel": [
@@ -69,6 +70,9 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "RDNA3W4A16LinearKernel": [("cpu", INTERPRETED, _W4), ("rocm", COMPILED, _COMPILE)],
     "DeepGemmFp8BlockScaledMMKernel": [("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": [("cuda", CONTRACT, _GPUS + "test_one_weight_two_kernels")],
+    "HummingLinearKernel": [("cuda", CONTRACT, _HUMMING)],
+    "HummingInt8ScaledMMLinearKernel": [("cuda", CONTRACT, _HUMMING)],
+    "HummingFP8ScaledMMLinearKernel": [("cuda", CONTRACT, _HUMMING)],
     "FbgemmNvFp4LinearKernel": [("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
     "AiterInt8ScaledMMLinearKernel": [("rocm", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
     "XPUwNa16LinearKernel": [("xpu", CONTRACT, _XPU + "test_computes_what_the_spec_says")],

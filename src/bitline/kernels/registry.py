@@ -54,6 +54,11 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
     ),
     "bitline.kernels.providers.fbgemm": ("FbgemmNvFp4LinearKernel",),
+    "bitline.kernels.providers.humming": (
+        "HummingLinearKernel",
+        "HummingInt8ScaledMMLinearKernel",
+        "HummingFP8ScaledMMLinearKernel",
+    ),
     "bitline.kernels.providers.aiter": ("AiterInt8ScaledMMLinearKernel",),
     "bitline.kernels.providers.ark": ("ArkWNA16LinearKernel", "ArkInt8WNA16LinearKernel"),
     "bitline.kernels.providers.xpu": ("XPUwNa16LinearKernel", "XPUW4A8IntLinearKernel", "XPUMxFp8LinearKernel"),

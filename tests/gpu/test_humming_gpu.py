@@ -1,0 +1,47 @@
+"""humming itself on a GPU, where it is installed: the specs of tests/providers/humming_specs.py, and large layers."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bitline import Platform
+from bitline.testing import check
+from bitline.testing.conformance import check_kernel
+from bitline.testing.generators import inputs, random_weight
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "providers"))
+from humming_specs import CASES, W4, W8A8
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="needs a CUDA GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("humming") is None, reason="needs humming-kernels"),
+]
+LAYERS = [(kernel, spec) for kernel, _, specs in CASES for spec in specs]
+
+
+def runs(kernel):
+    if not kernel.is_supported(Platform.detect("cuda")):
+        pytest.skip("not on this GPU")
+
+
+@pytest.mark.parametrize(("kernel", "spec"), LAYERS, ids=lambda c: getattr(c, "__name__", None) or c.key)
+def test_conformance(kernel, spec):
+    runs(kernel)
+    assert check_kernel(kernel, [spec], device="cuda").passed
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (10240, 2048), (2048, 14336)])
+@pytest.mark.parametrize(("kernel", "spec"), [(CASES[0][0], W4), (CASES[1][0], W8A8), (CASES[2][0], CASES[2][2][0])])
+def test_large_layers(kernel, spec, n, k):
+    """Where few rows are split over blocks."""
+    runs(kernel)
+    spec = spec.replace(n=n, k=k, block=(1, k if spec.act else 128))
+    weight = random_weight(spec, 1, "cuda")
+    packed = list(kernel.pack(weight).values())
+    for m in (1, 8, 16, 64, 256, 1000):
+        x = inputs(m, spec, m, "cuda")
+        check(kernel.apply(x, packed, None, spec), x, weight)

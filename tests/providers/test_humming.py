@@ -1,0 +1,70 @@
+"""The adapters of humming against its recorded signatures (fakes_humming.py), and against the real wheel's own checks."""
+
+import fakes_humming
+import pytest
+import torch
+from humming_specs import CASES, REFUSED, W4, W8A8
+from test_cpu_providers import run
+
+import bitline
+from bitline import Platform
+from bitline.errors import InputError
+from bitline.kernels.providers import humming
+from bitline.kernels.providers.humming import HummingInt8ScaledMMLinearKernel, HummingLinearKernel
+from bitline.select import Policy
+from bitline.testing.conformance import check_kernel
+from bitline.testing.generators import random_weight
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    humming._config.cache_clear()
+    yield
+    humming._config.cache_clear()
+
+
+@pytest.mark.parametrize(("kernel", "place", "specs"), CASES, ids=lambda c: getattr(c, "__name__", ""))
+def test_computes_what_the_spec_says(kernel, place, specs):
+    with fakes_humming.humming():
+        assert len(check_kernel(kernel, specs, place).passed) == len(specs)
+
+
+@pytest.mark.parametrize(("kernel", "spec", "part"), REFUSED)
+def test_refusals_are_refusals_before_packing(kernel, spec, part):
+    verdict = kernel.can_implement(spec)
+    assert not verdict and part in f"{verdict.reason}; {verdict.fix}"
+
+
+def test_where_it_runs_and_where_it_is_chosen():
+    assert "pip install humming-kernels" in HummingLinearKernel.is_supported(Platform.parse("cuda:sm90")).fix
+    assert "sm89" in humming.HummingFP8ScaledMMLinearKernel.is_supported(Platform.parse("cuda:sm80,humming")).reason
+    for spec, place, best in (
+        (W4, "cuda:sm90,humming", "GluonHopperLinearKernel"),  # measured: 3.8 and 8.6 us at 4096x4096
+        (W4.replace(weight=bitline.types.uint3b4), "cuda:sm90,humming", "HummingLinearKernel"),
+        (W4.replace(act=W8A8.act), "cuda:sm90,humming", "HummingInt8ScaledMMLinearKernel"),
+        (W4, "rocm:gfx942,humming", "TritonW4A16LinearKernel"),
+    ):
+        spec = spec.replace(n=4096, k=4096)
+        assert bitline.choose(spec, place, Policy()).best.name == best
+    refused = {c.name: c.verdict for c in bitline.choose(W4, "cuda:sm90,humming", Policy(deterministic=True)).candidates}
+    assert "not deterministic" in refused["HummingLinearKernel"].reason
+
+
+def test_codes_of_nan_are_an_error():
+    weight = random_weight(W4.replace(weight=bitline.types.float8_e4m3fn), 1)
+    weight.codes[3, 5] = 0x7F
+    with fakes_humming.humming(), pytest.raises(InputError, match="codes of NaN"):
+        HummingLinearKernel.pack(weight)
+
+
+def test_locks_are_the_layers_own():
+    """Calls on two streams must not share them."""
+    with fakes_humming.humming():
+        packed = HummingInt8ScaledMMLinearKernel.pack(random_weight(W8A8, 1))
+    assert packed["locks"].shape == (2048,) and packed["locks"].dtype == torch.int32
+
+
+def test_the_wheel_has_kernels_for_what_is_taken():
+    done = run("inside_humming.py", "humming")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "passed" in done.stdout
