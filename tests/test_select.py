@@ -368,3 +368,16 @@ def test_many_threads_see_every_kernel():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "['CPUWNA16LinearKernel'] 8", done.stdout + done.stderr
+
+
+def test_explain_says_which_costs_are_measured_and_which_are_modelled():
+    spec = LinearSpec(4096, 4096, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
+    here = bitline.choose(spec, "cuda:sm90,humming", Policy())
+    rows = {c["kernel"]: c for c in here.to_dict()["candidates"] if c["cost_seconds"]}
+    assert {rows[n]["cost_basis"] for n in ("GluonHopperLinearKernel", "HummingLinearKernel")} == {"measured"}
+    assert rows["ReferenceLinearKernel"]["cost_basis"] == "modelled"
+    for line in here.explain().splitlines():
+        name = next((n for n in rows if f" {n} " in line), None)
+        assert name is None or line.endswith(f"({rows[name]['cost_basis']})")
+    elsewhere = bitline.choose(spec, "cuda:sm80,humming", Policy()).to_dict()["candidates"]
+    assert all(c["cost_basis"] == "modelled" for c in elsewhere)

@@ -155,6 +155,7 @@ class Choice:
         for i, c in enumerate(self.candidates):
             mark = "->" if i == 0 else "  "
             cost = "  ".join(f"M={m} {seconds(v)}" for m, v in zip(self.policy.m, c.costs, strict=False))
+            cost += f"  ({c.kernel.cost_basis(self.platform)})" if cost else ""
             lines.append(f"{mark} {c.name:{width}}  {'yes' if c.verdict else 'no '}  {cost or '-'}")
             if not c.verdict:
                 lines.append(f"     because: {c.verdict.reason}" + (f"; would run: {c.verdict.fix}" if c.verdict.fix else ""))
@@ -177,6 +178,7 @@ class Choice:
                 {
                     "kernel": c.name, "backend": c.backend, "ok": c.verdict.ok, "reason": c.verdict.reason, "fix": c.verdict.fix,
                     "cost_seconds": {str(m): v for m, v in zip(self.policy.m, c.costs, strict=False)},
+                    "cost_basis": c.kernel.cost_basis(self.platform),
                 }
                 for c in self.candidates
             ],

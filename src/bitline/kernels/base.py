@@ -23,6 +23,8 @@ class Kernel:
     cuda_graph: a call can be captured. act_dtypes: input dtypes it takes. quantizes_input: it multiplies codes by codes,
     so it is for specs with `act` alone. emulates: it stands in for a fast kernel that is not there. exact: it
     computes what the spec says up to rounding; one that does not runs only where it, or its backend, is asked for by name.
+    measured: architectures and CPU features of the machines on which its cost was fitted to measured times; it is modelled on
+    others.
     """
 
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "rocm", "xpu")
@@ -35,6 +37,7 @@ class Kernel:
     quantizes_input: ClassVar[bool] = False
     emulates: ClassVar[bool] = False
     exact: ClassVar[bool] = True
+    measured: ClassVar[tuple[str, ...]] = ()
     act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
 
     @classmethod
@@ -66,6 +69,11 @@ class Kernel:
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """Estimated seconds of one call with M rows, from a roofline."""
         raise NotImplementedError
+
+    @classmethod
+    def cost_basis(cls, platform: Platform) -> str:
+        """ "measured" where `cost` was fitted to times of such a machine, else "modelled"."""
+        return "measured" if {platform.arch, *platform.features} & set(cls.measured) else "modelled"
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:

@@ -80,6 +80,7 @@ class CPUWNA16LinearKernel(Kernel):
     platforms = ("cpu",)
     backend = "native"
     priority = 10
+    measured = ("zen",)
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:

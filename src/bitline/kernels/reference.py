@@ -26,6 +26,7 @@ class ReferenceLinearKernel(Kernel):
 
     backend = "reference"
     priority = -100
+    measured = ("zen",)
     emulates = True
     cuda_graph = False
 
@@ -77,6 +78,7 @@ class BatchInvariantLinearKernel(ReferenceLinearKernel):
 
     backend = "emulation"
     priority = -110
+    measured = ()
     batch_invariant = True
 
     @classmethod

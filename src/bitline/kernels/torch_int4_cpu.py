@@ -37,6 +37,7 @@ class TorchInt4PackLinearKernel(Kernel):
 
     platforms = ("cpu",)
     families = ("mp",)
+    measured = ("zen", "amx")
     act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
 
     @classmethod

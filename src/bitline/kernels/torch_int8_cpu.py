@@ -31,6 +31,7 @@ class TorchInt8PackLinearKernel(Kernel):
 
     platforms = ("cpu",)
     families = ("mp", "fp8")
+    measured = ("zen", "amx")
     act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
 
     @classmethod

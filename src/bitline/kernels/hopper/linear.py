@@ -30,6 +30,7 @@ class GluonHopperLinearKernel(Kernel):
     platforms = ("cuda",)
     backend = "gluon"
     priority = 20
+    measured = ("sm90",)
     act_dtypes = (torch.bfloat16, torch.float16)
 
     @classmethod

@@ -70,6 +70,7 @@ class ArkWNA16LinearKernel(Kernel):
     families = ("mp",)
     act_dtypes = (torch.bfloat16, torch.float16)
     compute = "fp32"
+    measured = ("amx",)
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
@@ -132,6 +133,7 @@ class ArkInt8WNA16LinearKernel(ArkWNA16LinearKernel):
     exact = False
     compute = "auto"
     priority = -1
+    measured = ()
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:

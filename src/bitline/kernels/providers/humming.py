@@ -108,6 +108,7 @@ class _Humming(Kernel):
     platforms = ("cuda",)
     backend = "humming"
     deterministic = False
+    measured = ("sm90",)
     act_dtypes = (torch.bfloat16, torch.float16)
     least_capability: ClassVar[int] = 75
 

@@ -53,6 +53,7 @@ class ZentorchWNA16LinearKernel(Kernel):
     backend = "zentorch"
     families = ("mp",)
     act_dtypes = (torch.bfloat16,)
+    measured = ("zen",)
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:

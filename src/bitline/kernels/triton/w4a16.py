@@ -33,6 +33,7 @@ class TritonW4A16LinearKernel(Kernel):
     backend = "triton"
     families = ("mp",)
     priority = 10
+    measured = ("sm90",)
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
