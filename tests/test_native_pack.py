@@ -66,6 +66,8 @@ def test_codes(spec):
     spec = weight.spec
     columns, picks = packing._columns(weight)
     plan = packing.layout(spec, len(picks))
+    if columns is None:
+        columns = torch.where(torch.arange(plan.kp) < spec.k, torch.arange(plan.kp), -1)
     raw = weight.unpacked()
     if spec.weight.signed:
         raw = raw ^ (1 << (spec.weight.bits - 1))

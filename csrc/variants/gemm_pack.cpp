@@ -42,6 +42,7 @@ inline Words right(Words sum, Words x, int by, uint32_t mask) {
 void steps(const uint8_t* src, int64_t stride, int64_t count, const StepPlan& plan, uint32_t* dst) {
   alignas(64) uint32_t turned[kPackSteps * kMostWords][kPackRows];
   const int words = plan.words, all = kPackSteps * words;
+  const bool past = aligned(dst);
   for (int r = 0; r < kPackRows; r += kBlock) {
     for (int w = 0; w < all; w += kBlock) {
       Words x[kBlock];
@@ -68,9 +69,10 @@ void steps(const uint8_t* src, int64_t stride, int64_t count, const StepPlan& pl
         for (int v = 0; v < kVectors; ++v)
           sum[v] = right(sum[v], load(turned[s * words + piece.from] + v * kBlock), -piece.left, piece.mask);
       }
-      for (int v = 0; v < kVectors; ++v) store(dst + (s * words + w) * kPackRows + v * kBlock, sum[v]);
+      for (int v = 0; v < kVectors; ++v) store(dst + (s * words + w) * kPackRows + v * kBlock, sum[v], past);
     }
   }
+  finish_past();
 }
 
 }  // namespace

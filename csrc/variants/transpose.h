@@ -17,6 +17,8 @@ using Words = __m512i;
 
 inline Words load(const uint32_t* p) { return _mm512_loadu_si512(p); }
 inline void store(uint32_t* p, Words x) { _mm512_storeu_si512(p, x); }
+inline void store_past(uint32_t* p, Words x) { _mm512_stream_si512(reinterpret_cast<__m512i*>(p), x); }
+inline void finish_past() { _mm_sfence(); }
 
 // x[i] lane j becomes x[j] lane i: pairs of words, of double words, then of 128-bit lanes change places.
 inline void transpose_block(Words (&x)[16]) {
@@ -49,6 +51,8 @@ using Words = __m256i;
 
 inline Words load(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline void store(uint32_t* p, Words x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+inline void store_past(uint32_t* p, Words x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x); }
+inline void finish_past() { _mm_sfence(); }
 
 inline void transpose_block(Words (&x)[8]) {
   Words y[8];
@@ -82,6 +86,8 @@ inline Words load(const uint32_t* p) {
   return x;
 }
 inline void store(uint32_t* p, Words x) { __builtin_memcpy(p, &x, sizeof x); }
+inline void store_past(uint32_t* p, Words x) { store(p, x); }
+inline void finish_past() {}
 inline void transpose_block(Words (&x)[8]) {
   for (int i = 0; i < 8; ++i) {
     for (int j = 0; j < i; ++j) {
@@ -93,6 +99,20 @@ inline void transpose_block(Words (&x)[8]) {
 }
 
 #endif
+
+constexpr int64_t kLine = 64;  // bytes of a cache line
+
+// Whether vectors at p, and `step` words further on, may be stored past the caches: they are aligned to vectors.
+inline bool aligned(const uint32_t* p, int64_t step = 0) {
+  return (reinterpret_cast<uintptr_t>(p) | uintptr_t(step) * 4) % sizeof(Words) == 0;
+}
+
+// store, or store_past: that saves reading every line before it is overwritten, which is half of the time, where lines are written
+// as a whole and too many for a cache. finish_past comes before another thread reads them.
+inline void store(uint32_t* p, Words x, bool past) {
+  if (past) store_past(p, x);
+  else store(p, x);
+}
 
 }  // namespace
 }  // namespace bitline::BITLINE_LEVEL

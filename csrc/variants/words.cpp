@@ -8,21 +8,26 @@ namespace {
 
 constexpr int64_t kAhead = 2;  // blocks of rows to fetch before their turn: no prefetcher follows rows that lie far apart
 
+// Whether the rows of a result are stored past the caches: a vector is a whole line.
+bool past_caches(const uint32_t* dst, int64_t dst_stride) { return sizeof(Words) == kLine && aligned(dst, dst_stride); }
+
 void fetch(const uint32_t* src, int64_t stride, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) __builtin_prefetch(src + r * stride);
 }
 
 void transpose(const uint32_t* src, int64_t stride, int64_t rows, int64_t columns, uint32_t* dst, int64_t dst_stride) {
   const int64_t whole_rows = rows / kBlock * kBlock, whole = columns / kBlock * kBlock;
+  const bool past = past_caches(dst, dst_stride);
   for (int64_t r = 0; r < whole_rows; r += kBlock) {
     for (int64_t c = 0; c < whole; c += kBlock) {
       if (r + kAhead * kBlock < whole_rows) fetch(src + (r + kAhead * kBlock) * stride + c, stride, kBlock);
       Words x[kBlock];
       for (int i = 0; i < kBlock; ++i) x[i] = load(src + (r + i) * stride + c);
       transpose_block(x);
-      for (int i = 0; i < kBlock; ++i) store(dst + (c + i) * dst_stride + r, x[i]);
+      for (int i = 0; i < kBlock; ++i) store(dst + (c + i) * dst_stride + r, x[i], past);
     }
   }
+  finish_past();
   for (int64_t c = 0; c < columns; ++c)
     for (int64_t r = c < whole ? whole_rows : 0; r < rows; ++r) dst[c * dst_stride + r] = src[r * stride + c];
 }
@@ -80,6 +85,7 @@ void awq_word(const uint32_t* src, int64_t stride, int64_t k, int64_t block, uin
 void awq(const uint32_t* src, int64_t stride, int64_t k, int64_t columns, uint32_t* dst, int64_t dst_stride) {
   constexpr int64_t kRows = 8 * kBlock;
   const int64_t whole_rows = k / kRows * kRows, whole = columns / kBlock * kBlock, words = (k + 7) / 8;
+  const bool past = past_caches(dst, dst_stride);
   for (int64_t r = 0; r < whole_rows; r += kRows) {
     for (int64_t c = 0; c < whole; c += kBlock) {
       Words fields[8][kBlock];
@@ -94,10 +100,11 @@ void awq(const uint32_t* src, int64_t stride, int64_t k, int64_t columns, uint32
       for (int i = 0; i < 8; ++i) {
         transpose_block(fields[i]);
         uint32_t* to = dst + (8 * c + kColumnOfField[i]) * dst_stride + r / 8;
-        for (int j = 0; j < kBlock; ++j) store(to + 8 * j * dst_stride, fields[i][j]);
+        for (int j = 0; j < kBlock; ++j) store(to + 8 * j * dst_stride, fields[i][j], past);
       }
     }
   }
+  finish_past();
   for (int64_t c = 0; c < columns; ++c)
     for (int64_t b = c < whole ? whole_rows / 8 : 0; b < words; ++b)
       awq_word(src + c, stride, k, b, dst + 8 * c * dst_stride, dst_stride);
@@ -133,6 +140,7 @@ void ordered(const uint32_t* src, int64_t stride, const Field* fields, int width
   const int per = 32 / width;
   const uint32_t first = (1u << width) - 1;
   const int64_t whole_words = words / kBlock * kBlock, whole = columns / kBlock * kBlock;
+  const bool past = past_caches(dst, dst_stride);
   for (int64_t w = 0; w < whole_words; w += kBlock) {
     for (int64_t c = 0; c < whole; c += kBlock) {
       Words x[kBlock];
@@ -143,9 +151,10 @@ void ordered(const uint32_t* src, int64_t stride, const Field* fields, int width
         x[i] = sum;
       }
       transpose_block(x);
-      for (int i = 0; i < kBlock; ++i) store(dst + (c + i) * dst_stride + w, x[i]);
+      for (int i = 0; i < kBlock; ++i) store(dst + (c + i) * dst_stride + w, x[i], past);
     }
   }
+  finish_past();
   for (int64_t c = 0; c < columns; ++c) {
     for (int64_t w = c < whole ? whole_words : 0; w < words; ++w) {
       uint32_t sum = 0;

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bitline import memory, native
-from bitline.types import ActSpec, LinearSpec
+from bitline.types import ActSpec, LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
 
 ROWS = 32  # of a block
@@ -124,31 +124,35 @@ def pack(weight: QuantizedWeight) -> Tensor:
     out = memory.empty(size, dtype=torch.uint8)
     part = lambda name, dtype: out[places[name] : places[name] + plan.sections()[name]].view(dtype)
     out[places["codes"] + plan.sections()["codes"] :] = 0  # gaps, and what tables do not fill
-    if plan.mapped:
-        part("map", torch.int32).copy_(columns)
+    if columns is not None:  # codes are taken by stored column, the input by its own
+        own = columns if weight.perm is None else weight.perm[columns.clamp(min=0).long()].where(columns >= 0, -1)
+        part("map", torch.int32).copy_(own)
     _streams(core, weight, plan, picks, part)
-    values = _values(spec, plan.width)
+    values, halves, rounded = _tables(spec.weight, _center(spec), plan.width)
     part("table32", torch.float32).copy_(values)
-    _table16(values.bfloat16().view(torch.int16), part("table16", torch.int16))
-    out[:HEADER] = torch.frombuffer(bytearray(_header(weight, plan, places, size)), dtype=torch.uint8)
+    part("table16", torch.int16)[: len(halves)] = halves
+    out[:HEADER] = torch.frombuffer(bytearray(_header(weight, plan, places, size, rounded)), dtype=torch.uint8)
     flip = 1 << (spec.weight.bits - 1) if spec.weight.signed else 0
-    same = torch.equal(columns[: spec.k], torch.arange(spec.k, dtype=torch.int32))  # and padding after them
+    same = columns is None or torch.equal(columns[: spec.k], torch.arange(spec.k, dtype=torch.int32))  # and padding after them
     codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
     failed = core.gemm_pack_rows(
-        codes.data_ptr(), codes.stride(0), spec.weight.bits, flip, None if same else columns.data_ptr(), out.data_ptr()
-    )
+        codes.data_ptr(), codes.stride(0), spec.weight.bits, flip, None if columns is None or same else columns.data_ptr(),
+        out.data_ptr(),
+    )  # fmt: skip
     if failed:
         raise MemoryError("no memory to pack a weight in")
-    if weight.perm is not None:  # codes were taken by stored column, the input is by its own
-        part("map", torch.int32).copy_(torch.where(columns < 0, columns, weight.perm[columns.clamp(min=0).long()]))
     return out
 
 
-def _columns(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """int32 [kp], the stored column of each packed one as an input column, -1 for padding; and int64 [groups], scale columns."""
+def _columns(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor]:
+    """int32 [kp], the stored column of each packed one, -1 for padding, or None where columns lie where they were; and int64
+    [groups], the scale column of each group.
+    """
     spec = weight.spec
-    group = weight.column_groups()
     plan = layout(spec)
+    if not plan.mapped:
+        return None, torch.repeat_interleave(torch.arange(spec.grid[1]), _cuts(spec))
+    group = weight.column_groups()
     if not spec.ragged:
         within = (torch.arange(spec.k) + spec.block_offset[1]) % spec.block[1]
         within[group == 0] -= spec.block_offset[1]
@@ -210,27 +214,28 @@ def _center(spec: LinearSpec) -> int:
     return kind.bias
 
 
-def _values(spec: LinearSpec, width: int) -> Tensor:
-    """float32 [2**width]: what a packed code stands for, 0 where a type has no such code."""
-    kind = spec.weight
-    out = torch.zeros(1 << width)
+@functools.cache
+def _tables(kind: ScalarType, center: int, width: int) -> tuple[Tensor, Tensor, bool]:
+    """What a packed code stands for, 0 where a type has no such code: float32 [2**width]; the bits of bfloat16 as decoders hold
+    them, int16; and whether a value is rounded there.
+
+    Decoders hold 32 entries, shorter tables repeated; 64; or for 256 codes all low bytes and then all high ones.
+    """
+    values = torch.zeros(1 << width)
     if kind.kind == "int":
-        out[: 1 << kind.bits] = torch.arange(1 << kind.bits).float() - _center(spec)
+        values[: 1 << kind.bits] = torch.arange(1 << kind.bits).float() - center
     else:
-        out[: 1 << kind.bits] = torch.tensor(kind.values(), dtype=torch.float64).float()
-    return out
-
-
-def _table16(values: Tensor, out: Tensor) -> None:
-    """As decoders hold it: 32 entries, shorter tables repeated; 64; or for 256 codes all low bytes and then all high ones."""
+        values[: 1 << kind.bits] = torch.tensor(kind.values(), dtype=torch.float64).float()
+    near = values.bfloat16()
+    halves = near.view(torch.int16)
     if len(values) == 256:
-        out.view(torch.uint8)[:] = values.view(torch.uint8).view(256, 2).t().reshape(-1)
+        halves = halves.view(torch.uint8).view(256, 2).t().reshape(-1).view(torch.int16)
     else:
-        size = max(32, len(values))
-        out[:size] = values.repeat(size // len(values))
+        halves = halves.repeat(max(1, 32 // len(values)))
+    return values, halves, not torch.equal(near.float().nan_to_num(), values.nan_to_num())
 
 
-def _header(weight: QuantizedWeight, plan: Layout, places: dict[str, int], size: int) -> bytes:
+def _header(weight: QuantizedWeight, plan: Layout, places: dict[str, int], size: int, rounded: bool) -> bytes:
     spec = weight.spec
     act = spec.act if folds_act(spec.act) else None
     kind = reach = 0
@@ -241,13 +246,11 @@ def _header(weight: QuantizedWeight, plan: Layout, places: dict[str, int], size:
         scale = float(weight.input_scale) if weight.input_scale is not None and not act.dynamic else 0.0
         zero = int(weight.input_zero) if weight.input_zero is not None and not act.symmetric and not act.dynamic else 0
         limit = act.limit or math.inf
-    values = _values(spec, plan.width)
-    rounded = int(not torch.equal(values.bfloat16().float().nan_to_num(), values.nan_to_num()))
     numbers = (
         MAGIC, size, spec.n, spec.k, plan.kp, plan.width, plan.groups, plan.run, int(spec.weight.kind == "int"), _center(spec),
         plan.scale, plan.offset, plan.ratio, *(places[name] for name in list(places)[1:]), kind, reach,
     )  # fmt: skip
-    return struct.pack("<23qfifi", *numbers, scale, zero, limit, rounded).ljust(HEADER, b"\0")
+    return struct.pack("<23qfifi", *numbers, scale, zero, limit, int(rounded)).ljust(HEADER, b"\0")
 
 
 @functools.cache
