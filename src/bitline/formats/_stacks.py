@@ -44,12 +44,17 @@ class Stacks:
             self._modules.setdefault(name.rpartition(".")[0], []).append(name)
         taken: set[str] = set()
         for name, info in source.tensors.items():
-            if info.dtype in codes and len(info.shape) == 3 and name not in taken and not name.endswith(tuple(_PARTS)):
+            if info.dtype in codes and len(info.shape) == 3 and name not in taken and self._may_be_stack(name):
                 taken |= self._expand(name, info)
             elif name not in taken:
                 self._tensors[name] = info
         for name in taken:
             self._tensors.pop(name, None)
+
+    def _may_be_stack(self, name: str) -> bool:
+        """Not a part of a stack, nor one of a module that has codes: a bias or an order of three dimensions is no stack."""
+        base, _, last = name.rpartition(".")
+        return last in _OWN or not (name.endswith(tuple(_PARTS)) or any(f"{base}.{own}" in self._source.tensors for own in _OWN))
 
     def read(self, name: str, rows: int | None = None) -> Tensor:
         """A tensor of the file, or an expert's slice of one (or their first rows); a view where it is not transposed."""
