@@ -21,6 +21,8 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # struct's and array's codes
 _MAX_NESTING = 4
 _MAX_NAME = 1024
+_PER_VALUE = 100  # bytes that Python takes for a short value and its place among others
+_LONG = SPARE_BYTES // 4
 _SMALLEST_VALUE = 8 + 4 + 1  # an empty key, a type and one byte
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, a type and an offset
 _DAMAGED = "the file is damaged or was not downloaded to its end: download it again"
@@ -32,6 +34,7 @@ class _Cursor:
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at, self.size = data, path, 0, len(data)
         self.field = "magic"  # what is being read, in GGUF's own words, or a metadata key
+        self.left = (self.size + SPARE_BYTES) // _PER_VALUE  # values that memory may be taken for
 
     def error(self, what: str, found: object, expected: object, tensor: str | None = None) -> CheckpointError:
         return CheckpointError(
@@ -44,6 +47,12 @@ class _Cursor:
                 f"{what} ends outside the file", f"{nbytes} bytes at offset {self.at}", f"at most {self.size - self.at}"
             )
 
+    def count(self, values: int, what: str) -> None:
+        """Values that Python makes objects of: the file may take a byte for one."""
+        if values > self.left:
+            raise self.error(f"{what} is too long", f"{values} values", f"at most {self.left} more in {self.size} bytes")
+        self.left -= values
+
     def scalar(self, code: str, what: str) -> Any:
         size = struct.calcsize("<" + code)
         self.need(size, what)
@@ -54,12 +63,18 @@ class _Cursor:
     def text(self, what: str, errors: str = "strict") -> str:
         length = self.scalar("Q", what)
         self.need(length, what)
+        self.short(length, what)
         raw = self.data[self.at : self.at + length]
         self.at += length
         try:
             return raw.decode("utf-8", errors)
         except UnicodeDecodeError:
             raise self.error(f"{what} is not UTF-8", raw[:40], "UTF-8 text") from None
+
+    def short(self, length: int, what: str) -> None:
+        """A text of this many bytes may become four times as long: a character has as many bytes as its widest one."""
+        if 4 * length > self.size + SPARE_BYTES:
+            raise self.error(f"{what} is too long", f"a text of {length} bytes", f"at most {(self.size + SPARE_BYTES) // 4}")
 
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
         if kind in _SCALARS:
@@ -90,12 +105,11 @@ class _Cursor:
             return values
         smallest = {_BOOL: 1, _STRING: 8, _ARRAY: 12}.get(kind, 0)
         self.need(count * smallest, what)
-        if kind == _STRING:
-            return self.texts(count, what)
-        if 8 * count > self.size + SPARE_BYTES:  # a list of them is 8 bytes each, and a truth value in the file is one
-            raise self.error(f"{what} is too long", f"{count} values", f"at most {(self.size + SPARE_BYTES) // 8}")
         if smallest == 0:
             raise self.error(f"{what} is an array of a type that GGUF does not have", kind, "0..12")
+        self.count(count, what)
+        if kind == _STRING:
+            return self.texts(count, what)
         return [self.value(kind, what, depth + 1) for _ in range(count)]
 
     def texts(self, count: int, what: str) -> list[str]:
@@ -107,6 +121,8 @@ class _Cursor:
             if start > size or (stop := start + length_at(data, at)[0]) > size:
                 self.at = at
                 raise self.error(f"{what} ends outside the file", f"string {len(out)} at offset {at}", f"{count} strings")
+            if stop - start > _LONG:
+                self.short(stop - start, what)
             out.append(data[start:stop].decode("utf-8", "surrogateescape"))
             at = stop
         self.at = at
@@ -171,6 +187,7 @@ def _parse(cursor: _Cursor) -> Header:
         cursor.field = "metadata_kv_count" if what == "metadata" else "tensor_count"
         if count * smallest > cursor.size - cursor.at:
             raise cursor.error(f"the {what} count cannot be true", count, f"what {cursor.size} bytes can hold")
+        cursor.count(5 * count, f"the list of {what} entries")  # each with a name
     for _ in range(n_values):
         cursor.field = "metadata_kv"
         key = cursor.text("a metadata key")

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
+from bitline.formats.base import SPARE_BYTES
 
 MAX_CONFIG_BYTES = 64 << 20
+_PER_VALUE = 100  # bytes that Python takes for a short value and its place among others; two characters are enough to ask for it
 
 
-def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False) -> dict[str, Any]:
+def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False, size: int = 0) -> dict[str, Any]:
     """The JSON object in `data`. what: what it is, for the message ("header", "config").
 
-    repeats: accept a key that is given twice with equal values, which a config may and a header may not.
+    repeats: accept a key that is given twice with equal values, which a config may and a header may not. size: bytes of the
+    whole file; JSON that would take more memory than it and 64 MB is refused.
     """
-
+    _check_memory(data, file, what, max(size, len(data)))
     twice: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -49,6 +52,17 @@ def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False) -
     if not isinstance(value, dict):
         raise CheckpointError(f"the {what} is not a JSON object", file=file, found=type(value).__name__)
     return value
+
+
+def _check_memory(data: bytes, file: Path, what: str, size: int) -> None:
+    wide = 4 if not data.isascii() or b"\\u" in data else 1  # one character beyond the first 65,536 makes all of a text so wide
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    nbytes = values * _PER_VALUE + len(data) * wide
+    if nbytes > size + SPARE_BYTES:
+        raise CheckpointError(
+            f"the {what} would take more memory than the whole file", file=file, field=what,
+            found=f"about {values} values in {len(data)} bytes", expected=f"what {size} bytes and 64 MB can hold",
+        )  # fmt: skip
 
 
 def invalid_config(error: Exception, file: Path, place: str | None = None) -> CheckpointError:

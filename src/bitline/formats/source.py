@@ -214,7 +214,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, int], dict
         raw = stream.read(length)
     if len(raw) < length or raw[:1] != b"{":
         raise CheckpointError("not a safetensors file: its header is not JSON", file=file, found=repr(raw[:8]), fix=_DAMAGED)
-    entries = parse_object(raw, file, "header")
+    entries = parse_object(raw, file, "header", size=size)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(
