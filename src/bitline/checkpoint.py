@@ -35,6 +35,7 @@ _CODES = (
     torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 )  # fmt: skip
+_WORDS = (torch.int16, torch.uint16, torch.int32, torch.uint32)  # and a matrix of these is packed codes
 
 _registered: list[Reader] = []
 plugin_failures: dict[str, str] = {}
@@ -109,6 +110,7 @@ class Checkpoint:
             raise CheckpointError("a quantized layer has no name", file=first.file, tensor=first.name, expected="module.suffix")
         for name, info in self.source.tensors.items():
             codes = info.dtype in _CODES and (name.endswith(".weight") or (info.dtype.is_floating_point and len(info.shape) == 3))
+            codes |= info.dtype in _WORDS and name.endswith(".weight") and len(info.shape) > 1 and not self.is_gguf
             if (codes or name.endswith(_PACKED)) and name not in claimed:
                 raise CheckpointError(
                     "a quantized tensor that the config does not account for", file=info.file, tensor=name,

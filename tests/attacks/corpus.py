@@ -712,7 +712,7 @@ family("quark4", "zeros-short", says="does not fit", tensors=put("weight_zero_po
 family("quark4", "scales-transposed", says="do not fit", tensors=put("weight_scale", torch.ones(32, 2).half()), suffix="weight")
 family("quark4", "scales-nan", says="NaN", tensors=poke("weight_scale", float("nan")), suffix="weight_scale")
 family("quark4", "weight-missing", says="lacks a tensor", tensors=put("weight", None), suffix="weight")
-family("quark4", "scales-missing", harmless=True, tensors=put("weight_scale", None))  # words without scales are no layer
+family("quark4", "scales-missing", says="does not account for", tensors=put("weight_scale", None), suffix="weight")
 family("quark4", "rotated", says="transformed", tensors=put("input_rotation", torch.ones(4, 4).to(torch.int8)),
        suffix="input_rotation")  # fmt: skip
 family("quark_nvfp4", "scale-of-scales-missing", says="lacks a tensor", tensors=put("weight_scale_2", None),
@@ -772,7 +772,8 @@ def ao(name: str, says: str, metadata: Any = None, *, tensors: Any = None, suffi
 
 ao("as-it-should-be", "", suffix=None, harmless=True)
 ao("metadata-missing", "does not describe", {})
-ao("metadata-of-a-megabyte", "does not describe", {f"{LAYER}.weight": "{" * (1 << 20)})
+ao("metadata-of-a-megabyte", "does not describe", {f"{LAYER}.weight": "x" * (1 << 20)})
+ao("metadata-of-a-million-values", "more memory than the whole file", {f"{LAYER}.weight": "{" * (1 << 20)}, suffix=None)
 ao("metadata-not-json", "not valid JSON", {f"{LAYER}.weight": "{'a'}"})
 ao("metadata-nested-deeply", "not valid JSON", {f"{LAYER}.weight": "[" * 60_000})
 ao("metadata-a-list", "not a JSON object", {f"{LAYER}.weight": "[]"})

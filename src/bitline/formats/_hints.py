@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from bitline.errors import CheckpointError
 from bitline.formats._layer import Layer
@@ -11,6 +12,14 @@ from bitline.formats._names import tail
 from bitline.formats._patterns import Effort, Pattern, PatternError
 
 KV_ODDITY = "the config has this layer's output quantized, which is the key-value cache's business and is left alone"
+
+
+def left_alone(config: Mapping[str, Any], file: Path, key: str = "modules_to_not_convert") -> list[str]:
+    """The names of modules that a config says were left alone; what is no list of names is a CheckpointError."""
+    names = config.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{key} is not a list of names", file=file, field=key, found=repr(names)[:200])
+    return names
 
 
 class Hints:

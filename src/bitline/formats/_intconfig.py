@@ -79,7 +79,7 @@ class ModuleSettings:
         self, config: Mapping[str, Any], key: str, name: str, change: Any, modules: Container[str], names: dict[str, Ints]
     ) -> None:
         negative = name.startswith("-:") and not self._anywhere
-        if not isinstance(change, Mapping) and not negative:
+        if not isinstance(change, Mapping) and not (negative and change is None):
             raise self._error(
                 f"{key}.{name}", f"an override in {key} is not an object", f"{name!r}: {change!r}", '{"bits": …, "group_size": …}'
             )

@@ -16,7 +16,7 @@ from torch import Tensor
 from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats import _words, awq_gemv
-from bitline.formats._hints import Hints
+from bitline.formats._hints import Hints, left_alone
 from bitline.formats._intconfig import ModuleSettings, packing
 from bitline.formats._intmodule import IntModule, modules
 from bitline.formats.base import LayerRecord, TensorSource
@@ -46,7 +46,7 @@ class AWQReader:
         if version != "gemm":
             yield from awq_gemv.records(source, version, settings, file)
             return
-        hints, widths = Hints(_left_alone(config, file), file), _interleaved(config)
+        hints, widths = Hints(left_alone(config, file), file), _interleaved(config)
         label = "awq gemm" if packing(config) is None else "auto-round awq gemm"
         for base in names:
             module = IntModule(source, base, settings.of(base), file)
@@ -71,21 +71,11 @@ def _version(config: Mapping[str, Any], file: Path) -> str:
             "the config names two versions of AWQ", file=file, field="version", found=" and ".join(sorted(named))
         )
     act_bits = config.get("act_bits")
-    if isinstance(act_bits, int) and act_bits < 16:
+    if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):
         raise CheckpointError(
-            "AWQ with quantized activations is not supported yet", file=file, field="act_bits", found=f"act_bits {act_bits}"
+            "AWQ with quantized activations is not supported yet", file=file, field="act_bits", found=f"act_bits {act_bits!r}"
         )
     return named.pop() if named else "gemm"
-
-
-def _left_alone(config: Mapping[str, Any], file: Path) -> list[str]:
-    """Names of modules that the config says were left alone."""
-    names = config.get("modules_to_not_convert") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(
-            "modules_to_not_convert is not a list of names", file=file, field="modules_to_not_convert", found=repr(names)[:200]
-        )
-    return names
 
 
 def _interleaved(config: Mapping[str, Any]) -> tuple[int, ...]:

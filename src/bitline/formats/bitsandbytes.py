@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bitline import bits, types
 from bitline.errors import CheckpointError
+from bitline.formats._hints import left_alone
 from bitline.formats._json import parse_object
 from bitline.formats._layer import FLOATS, Layer
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
@@ -24,6 +25,10 @@ from bitline.types import LinearSpec, ScalarType
 _TYPES: dict[str, ScalarType] = {"nf4": types.nf4, "fp4": types.fp4_bnb}
 _STATE = ".weight.quant_state.bitsandbytes__"
 _KEYS = {"quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype", "nested_offset"}
+_FLAG = (None, True, False)
+_VALUES = dict.fromkeys(("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant"), _FLAG) | {
+    "bnb_4bit_quant_type": (None, *_TYPES)
+}
 _MAX_STATE_BYTES = 4096
 _MAX_BLOCK = 1 << 20
 _ROW_MAJOR = 0  # weight_format: the others are tiles of GPU generations that nobody stores any more
@@ -40,7 +45,14 @@ class BitsAndBytesReader:
 
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
         """Every module with a quant_state or an SCB. Of tensor data only quant_state and weight_format are read."""
-        config, _ = find_quantization(source)
+        config, file = find_quantization(source)
+        for key, values in _VALUES.items():
+            if not any(config.get(key) is value or (isinstance(value, str) and config.get(key) == value) for value in values):
+                raise CheckpointError(
+                    f"{key} is not known", file=file, field=key, found=repr(config.get(key))[:200],
+                    expected=" or ".join(map(repr, values)),
+                )  # fmt: skip
+        left_alone(config, file, "llm_int8_skip_modules")
         known = {name.partition(_STATE)[0] for name in source.tensors if _STATE in name}
         for name in source.tensors:
             module, state, kind = name.partition(_STATE)

@@ -98,7 +98,11 @@ class _Module(Layer):
                 how = "channel"
         size = args.group_size or 0
         if self.scheme.loose and how in ("group", "channel") and len(shape) == 2 and shape[1] > 1:
-            how, size = "group", size if size > 0 and -(-k // size) == shape[1] else -(-k // shape[1])
+            if size <= 0 or -(-k // size) != shape[1]:
+                size = -(-k // shape[1])
+                if k % shape[1]:  # groups of other sizes are as many
+                    raise self.unfit(info, n, k, f"groups that divide {k} columns")
+            how = "group"
         blocks = {"tensor": (n, k), "channel": (1, k), "group": (1, size), "tensor_group": (1, size)}
         block = args.block if how == "block" else blocks.get(how)
         if block is None:

@@ -61,7 +61,7 @@ def _named(config: dict[str, Any], file: Path, side: str | None) -> dict[str, An
         config = {"quant_method": "modelopt", **config, **config["quantization"]}
     if side == "params.json" and isinstance(config.get("quantization"), Mapping):
         config = _mistral(config["quantization"])
-    method = config.get("quant_method") or config.get("quantization_method")
+    method = next((config[key] for key in ("quant_method", "quantization_method") if config.get(key) is not None), None)
     if method is None:
         method = _guess(config, side)
     if not isinstance(method, str):

@@ -18,11 +18,13 @@ from bitline.formats.ct_config import E5M3, QuantArgs, Scheme, Schemes, act_spec
 METHODS = ("auto-round", "intel/auto-round", "inc")
 PACKINGS = ("auto_round:llm_compressor", "auto_round:llm_compressor_nvfp4_e5m3", "auto_round:fp8_static")
 _MX_INT = ("mx_int", "mx_int4")
+_MX_INT_PACKINGS = (None, "auto_round", "auto_round:mx_int", "auto_round:mx_int4", *PACKINGS)
 
 
 def takes(config: Mapping[str, Any]) -> bool:
     """True for the config of an AutoRound checkpoint that is laid out as compressed-tensors' are, or in MXINT4."""
-    return config.get("packing_format") in PACKINGS or config.get("data_type") in _MX_INT
+    packing = config.get("packing_format")
+    return packing in PACKINGS or (config.get("data_type") in _MX_INT and packing in _MX_INT_PACKINGS)
 
 
 class _Keys(msgspec.Struct):

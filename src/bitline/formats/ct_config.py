@@ -32,8 +32,14 @@ FORMATS = (
 _DECLARED = {*FORMATS, "mixed-precision", "dense", "fakequant"}
 
 
-class QuantArgs(msgspec.Struct, frozen=True):
-    """How weights or activations are quantized, in compressed-tensors' words. A strategy that is null follows from group_size."""
+_ORDERS = ("group", "weight", "static", "dynamic")
+
+
+class QuantArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How weights or activations are quantized, in compressed-tensors' words. A strategy that is null follows from group_size.
+
+    Its own schema has no other keys either; the last three say how the numbers were found and change nothing.
+    """
 
     num_bits: int = 8
     type: str = "int"
@@ -44,10 +50,15 @@ class QuantArgs(msgspec.Struct, frozen=True):
     dynamic: bool | Literal["local"] = False
     actorder: bool | str | None = None
     scale_dtype: str | None = None
+    zp_dtype: str | None = None
+    observer: str | None = None
+    observer_kwargs: Any = None
 
     def __post_init__(self) -> None:
         if self.type.lower() not in ("int", "float"):
             raise ValueError(f"type is {self.type!r}, expected 'int' or 'float'")
+        if isinstance(self.actorder, str) and self.actorder.lower() not in _ORDERS:
+            raise ValueError(f"actorder is {self.actorder!r}, expected one of {', '.join(_ORDERS)}")
         if not 1 <= self.num_bits <= 16:
             raise ValueError(f"num_bits is {self.num_bits}, expected 1..16")
         if self.group_size is not None and self.group_size < -1:
@@ -86,10 +97,10 @@ class QuantArgs(msgspec.Struct, frozen=True):
     @property
     def by_group_order(self) -> bool:
         """True where the config says that columns were grouped in activation order and a g_idx was kept."""
-        return self.actorder is True or self.actorder in ("group", "dynamic")
+        return self.actorder is True or str(self.actorder).lower() in ("group", "dynamic")
 
 
-class Group(msgspec.Struct):
+class Group(msgspec.Struct, forbid_unknown_fields=True):
     """One entry of config_groups. `weights` null means that it is no rule for linear layers."""
 
     targets: list[str]

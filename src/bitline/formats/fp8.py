@@ -44,8 +44,8 @@ class _Config(msgspec.Struct):
     weight_block_size: list[int] | None = None
     group_size: list[int] | int | None = None
     act_bits: int | None = None
-    fmt: str | None = None
-    scale_fmt: str | None = None
+    fmt: Literal["e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn", "e5m2", "float8_e5m2"] | None = None
+    scale_fmt: Literal["ue8m0", "float", "float32", "fp32"] | None = None
     activation_scale_ub: float | None = None
     weight_scale_semantics: Literal["inverse"] | None = None
     quant_method: str = "fp8"
@@ -66,7 +66,7 @@ class _Config(msgspec.Struct):
         """How inputs are quantized. columns: of a weight's scale block, None for a weight without blocks."""
         if (self.act_bits or 16) >= 16 if self.quant_method in AUTO_ROUND else (self.act_bits or 0) >= 16:
             return None  # AutoRound leaves out what is its default
-        dtype = types.float8_e5m2 if self.fmt == "e5m2" else types.float8_e4m3fn
+        dtype = types.float8_e5m2 if self.fmt in ("e5m2", "float8_e5m2") else types.float8_e4m3fn
         if self.activation_scheme is None and self.weight_scale_semantics is not None:
             return None  # GPTQModel quantizes weights alone
         if self.activation_scheme == "static":
@@ -151,8 +151,9 @@ def _record(m: Layer, config: _Config, label: str, file: Path) -> LayerRecord:
 
     def build() -> dict[str, Tensor | None]:
         factor = m.read(SCALES).view(dtype).reshape(spec.grid)
-        if divides and not bool((factor.abs() > _TINY).all()):
-            raise m.error(scale, "a scale that nothing can be divided by", f"{float(factor.abs().min())}", f"more than {_TINY}")
+        if divides and not bool(((factor.abs() > _TINY) & factor.isfinite()).all()):
+            found = f"{float(factor.abs().min())} to {float(factor.abs().max())}"
+            raise m.error(scale, "a scale that nothing can be divided by", found, f"more than {_TINY}, and finite")
         return {
             "codes": m.read("weight").view(torch.uint8), "scale": factor.reciprocal() if divides else factor,
             "input_scale": m.read(_INPUTS).reshape(()) if static else None,

@@ -59,8 +59,8 @@ def _layout(config: Mapping[str, Any], file: Path) -> Layout:
     known = packing(config)
     if known is not None:
         act_bits = config.get("act_bits")
-        if isinstance(act_bits, int) and act_bits < 16:
-            raise _refused(file, "act_bits", "AutoRound's GPTQ layout with quantized activations", f"act_bits {act_bits}")
+        if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):
+            raise _refused(file, "act_bits", "AutoRound's GPTQ layout with quantized activations", f"act_bits {act_bits!r}")
         return Layout(f"auto-round {known}", known == "gptq v1")  # AutoRound's 5, 6 and 7 bits are a bit stream
     words = config.get("pack_dtype")
     if words is not None and str(words).removeprefix("torch.") != "int32":

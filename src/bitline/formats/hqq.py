@@ -6,12 +6,14 @@ Every layer tells its own shape, group size and packing in small tensors beside 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from bitline import bits, types
+from bitline.errors import CheckpointError
+from bitline.formats._hints import left_alone
 from bitline.formats._layer import FLOATS, NUMBER, Layer
 from bitline.formats.base import LayerRecord, TensorSource
 from bitline.formats.config import find_quantization
@@ -41,6 +43,11 @@ class HQQReader:
 
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
         """Every module with a W_q. Of tensor data only the small tensors that describe it are read."""
+        config, file = find_quantization(source)
+        left_alone(config, file, "skip_modules")
+        if not isinstance(config.get("quant_config", {}), Mapping):
+            raise CheckpointError("quant_config is not an object", file=file, field="quant_config",
+                                  found=repr(config["quant_config"])[:200])  # fmt: skip
         for name in source.tensors:
             if name.endswith(".W_q"):
                 yield _Module(source, name.removesuffix(".W_q")).layer()

@@ -11,9 +11,10 @@ import torch
 
 from bitline import types
 from bitline.errors import CheckpointError, WeightError
+from bitline.formats._hints import left_alone
 from bitline.formats._layer import E8M0, FLOATS
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_experts, in_tensor
-from bitline.formats.config import quantization_config
+from bitline.formats.config import find_quantization, quantization_config
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
@@ -31,6 +32,7 @@ class MXFP4Reader:
 
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
         """Every expert of every `_blocks` tensor. No tensor data is read."""
+        left_alone(*find_quantization(source))  # the tensors tell them too
         for name, info in source.tensors.items():
             if name.endswith(_BLOCKS):
                 yield from _experts(source, name.removesuffix(_BLOCKS), info)

@@ -293,7 +293,8 @@ class _Module(Layer):
         known: dict[str, ScalarType] = {"fp8_e4m3": types.float8_e4m3fn, "int8": types.int8, "uint8": types.int8, **_SMALL}
         found = f"{dtype} {how}, {'dynamic' if dynamic else 'static'}"
         size, token = spec.get("group_size"), how == "per_channel" and dynamic
-        if how == "per_group" and dynamic and isinstance(size, int) and _size(size) and dtype in ("fp8_e4m3", *_SMALL):
+        rows = spec.get("ch_axis") in (None, 1, -1) and not any(scale.get("is_dynamic") for scale in scales)
+        if how == "per_group" and rows and dynamic and isinstance(size, int) and _size(size) and dtype in ("fp8_e4m3", *_SMALL):
             if dtype == "fp4" and scales and scales[0].get("dtype") == "fp8_e4m3":
                 self.number("input_scale_2", (torch.float32,))
                 return ActSpec(types.float4_e2m1, True, "group", size, scale="e4m3")

@@ -16,6 +16,11 @@ _MOST_TRIES = 50_000_000  # of a pattern on a name: half a minute; real models t
 _CACHED = ("k_proj", "v_proj", "kv_proj", "qkv_proj", "kv_b_proj", "query_key_value", "W_pack")
 
 Spec = Mapping[str, Any]
+# Options of a spec that decide what its numbers mean, and all that they may be.
+_VALUES: dict[str, tuple[object, ...]] = {
+    "symmetric": (None, True, False), "is_dynamic": (None, True, False), "is_scale_quant": (None, True, False),
+    "scale_format": (None, "float", "float32", "e4m3", "e5m3", "e8m0"), "zero_point_type": (None, "int32", "float32"),
+}  # fmt: skip
 
 
 class Rules:
@@ -72,6 +77,10 @@ class Rules:
         if len(specs) > 2 or not all(isinstance(spec, Mapping) for spec in specs):
             expected = "an object with dtype and qscheme"
             raise self.error(part, f"{part} is not a spec, nor two of them", type(found).__name__, expected)
+        for spec in specs:
+            for key, known in _VALUES.items():
+                if not any(spec.get(key) is value or (isinstance(value, str) and spec.get(key) == value) for value in known):
+                    raise self.error(f"{part}.{key}", f"{key} is not known", repr(spec.get(key)), " or ".join(map(repr, known)))
         return specs
 
     def _layer(self, module: str) -> Mapping[str, Any]:
