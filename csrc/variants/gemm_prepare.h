@@ -5,9 +5,12 @@
 #include <string.h>
 
 #include "gemm.h"
+#include "variants/transpose.h"
 
 namespace bitline::BITLINE_LEVEL {
 namespace {
+
+typedef float Floats __attribute__((vector_size(64)));
 
 uint32_t bits_of(float v) {
   uint32_t b;
@@ -39,15 +42,16 @@ void widen(const void* x, int64_t n, Dtype dtype, float* out) {
 
 // Smallest, largest, and whether all are finite (x - x is 0 for a finite x alone).
 bool extent(const float* v, int64_t n, float* low, float* high) {
-  float l[16], h[16], odd[16];
-  for (int j = 0; j < 16; ++j) l[j] = h[j] = v[0], odd[j] = 0;
+  Floats l = Floats{} + v[0], h = l, odd{};
+  const auto take = [&](const Floats& x) { l = x < l ? x : l, h = x > h ? x : h, odd += x - x; };
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16)
-    for (int j = 0; j < 16; ++j) {
-      const float x = v[i + j];
-      l[j] = x < l[j] ? x : l[j], h[j] = x > h[j] ? x : h[j], odd[j] += x - x;
-    }
-  for (; i < n; ++i) l[0] = v[i] < l[0] ? v[i] : l[0], h[0] = v[i] > h[0] ? v[i] : h[0], odd[0] += v[i] - v[i];
+  Floats x = l;
+  for (; i + 16 <= n; i += 16) {
+    memcpy(&x, v + i, sizeof x);
+    take(x);
+  }
+  memcpy(&x, v + i, size_t(n - i) * 4);  // what is behind the end was there before
+  take(x);
   float bad = 0;
   *low = l[0], *high = h[0];
   for (int j = 0; j < 16; ++j) *low = l[j] < *low ? l[j] : *low, *high = h[j] > *high ? h[j] : *high, bad += odd[j];
@@ -120,14 +124,18 @@ void encode(Mode mode, const Meta& w, const float* v, uint32_t* out) {
   } else if (mode == kF32Mode) {
     if (reinterpret_cast<const void*>(v) != out) memcpy(out, v, size_t(w.kp) * 4);
   } else {
-    const int order[2][8] = {{0, 4, 1, 5, 2, 6, 3, 7}, {0, 2, 1, 3, 4, 6, 5, 7}};
-    const int* at = order[w.width == 8];
+    // Within 4 bytes of a step of 8-bit codes, or 8 of 4-bit ones, columns lie as the codes do.
+    static constexpr uint8_t order[2][16] = {{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
+                                             {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15}};
+    const __m128i at = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order[w.width == 8]));
     int8_t* bytes = reinterpret_cast<int8_t*>(out);
-    for (int64_t i = 0; i < w.kp; i += 4)
-      for (int j = 0; j < 4; ++j) {
-        const int64_t from = w.width == 8 ? i + at[j] : i / 8 * 8 + at[i % 8 + j];
-        bytes[i + j] = int8_t(int(v[from]));
-      }
+    int64_t i = 0;
+    const auto four = [&](int64_t j) { return _mm_cvttps_epi32(_mm_loadu_ps(v + i + j)); };
+    for (; i + 16 <= w.kp; i += 16) {
+      const __m128i b = _mm_packs_epi16(_mm_packs_epi32(four(0), four(4)), _mm_packs_epi32(four(8), four(12)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), _mm_shuffle_epi8(b, at));
+    }
+    for (int64_t j = 0; i + j < w.kp; ++j) bytes[i + j] = int8_t(int(v[i + order[w.width == 8][j]]));
   }
 }
 
@@ -144,11 +152,17 @@ float sum_of(const float* v, int64_t n) {
 
 // Words of a tile's rows, [row][words] to [word][rows].
 void interleave(const uint32_t* from, int64_t rows, int64_t words, int64_t stride, uint32_t* to) {
-  for (int64_t i = 0; i < words; i += 16) {
-    const int64_t end = i + 16 < words ? i + 16 : words;
-    for (int64_t j = i; j < end; ++j)
-      for (int64_t r = 0; r < rows; ++r) to[j * rows + r] = from[r * stride + j];
+  int64_t i = 0;
+  // Whole vectors are stored, what is behind a word's rows is overwritten by the next word; so the last words are left over.
+  for (; i + 2 * kBlock <= words; i += kBlock) {
+    Words x[kTile / kBlock + 1][kBlock];
+    for (int64_t r = 0; r < rows; ++r) x[r / kBlock][r % kBlock] = load(from + r * stride + i);
+    for (int64_t r = 0; r < rows; r += kBlock) transpose_block(x[r / kBlock]);
+    for (int64_t j = 0; j < kBlock; ++j)
+      for (int64_t r = 0; r < rows; r += kBlock) store(to + (i + j) * rows + r, x[r / kBlock][j]);
   }
+  for (; i < words; ++i)
+    for (int64_t r = 0; r < rows; ++r) to[i * rows + r] = from[r * stride + i];
 }
 
 void prepare(const Call& c, int64_t tile, float* room) {
@@ -159,7 +173,8 @@ void prepare(const Call& c, int64_t tile, float* room) {
   int32_t* starts = const_cast<int32_t*>(c.starts) + first * w.groups;
   const bool int8 = c.mode == kI8Mode, sum = int8 || w.offset_type != kNone;
   float *wide = room, *tidy = room + w.kp;
-  uint32_t* rowwise = reinterpret_cast<uint32_t*>(room + 2 * w.kp);
+  uint32_t* words = const_cast<uint32_t*>(c.xp) + first * c.words;
+  uint32_t* rowwise = rows == 1 ? words : reinterpret_cast<uint32_t*>(room + 2 * w.kp);
   for (int64_t r = 0; r < rows; ++r) {
     uint32_t* out = rowwise + r * c.words;
     const uint8_t* x = static_cast<const uint8_t*>(c.x) + (first + r) * w.k * size;
@@ -178,7 +193,7 @@ void prepare(const Call& c, int64_t tile, float* room) {
       if (int8) starts[g * rows + r] = -int32_t(w.center) * int32_t(s);
     }
   }
-  interleave(rowwise, rows, c.words, c.words, const_cast<uint32_t*>(c.xp) + first * c.words);
+  if (rows > 1) interleave(rowwise, rows, c.words, c.words, words);
 }
 
 }  // namespace
