@@ -1,0 +1,84 @@
+"""Greedy text: Bitline's own loop beside transformers', for every family of model that it is used for."""
+
+import pytest
+import torch
+
+import tiny
+from bitline import generate as module
+from bitline.errors import InputError
+
+IDS = torch.tensor([[1, 5, 9, 33]])
+
+
+class Words:
+    """A tokenizer whose text is the numbers."""
+
+    eos_token_id = 2
+
+    def decode(self, ids, **_options):
+        return " ".join(map(str, ids if isinstance(ids, list) else ids.tolist()))
+
+
+def both(model, monkeypatch, **options):
+    """Our loop's result, and transformers'."""
+    assert module._is_plain(model)
+    ours = module.generate(model, Words(), IDS, **options)
+    monkeypatch.setattr(module, "_is_plain", lambda _model: False)
+    return ours, module.generate(model, Words(), IDS, **options)
+
+
+def family(name):
+    import transformers
+
+    settings = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 100, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 2, "initializer_range": 0.3,
+    }  # fmt: skip
+    more = {"Mistral": {"sliding_window": 6}, "Gemma2": {"sliding_window": 6, "head_dim": 16}, "Qwen3": {"head_dim": 16}}
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**settings, **more.get(name, {}))
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2"])
+@pytest.mark.parametrize("stop", [True, False])
+def test_same_tokens_as_transformers_loop(name, stop, monkeypatch):
+    ours, theirs = both(family(name), monkeypatch, max_new_tokens=20, stop=stop)
+    assert ours.token_ids == theirs.token_ids and ours.text == theirs.text and ours.new_tokens == theirs.new_tokens
+    assert stop or ours.new_tokens == 20
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_it_ends_where_the_model_ends(several, monkeypatch):
+    model = tiny.llama()
+    first = module.generate(model, Words(), IDS, max_new_tokens=12, stop=False).token_ids
+    stops = [first[3], 99] if several else first[3]
+    model.generation_config.eos_token_id = stops
+    ours, theirs = both(model, monkeypatch, max_new_tokens=12)
+    assert ours.token_ids == theirs.token_ids and len(ours.token_ids) <= 4 and ours.token_ids[-1] == first[3]
+
+
+def test_pieces_are_handed_over_as_they_come(monkeypatch):
+    pieces = []
+    ours, theirs = both(tiny.llama(), monkeypatch, max_new_tokens=6, stop=False, on_text=pieces.append)
+    text = "".join(pieces)
+    assert text[: len(text) // 2] == text[len(text) // 2 :] and ours.text in text and theirs.text == ours.text
+
+
+@pytest.mark.parametrize(
+    "change", [{"repetition_penalty": 1.3}, {"cache_implementation": "static"}, {"suppress_tokens": [3]}, {"use_cache": False}]
+)
+def test_what_a_generation_config_asks_for_is_left_to_transformers(change):
+    model = tiny.llama()
+    for name, value in change.items():
+        setattr(model.generation_config, name, value)
+    assert not module._is_plain(model)
+    assert module.generate(model, Words(), IDS, max_new_tokens=3, stop=False).new_tokens == 3
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_outputs_that_are_no_numbers(bad):
+    model = tiny.llama()
+    model.lm_head.weight.data[7] = bad
+    with pytest.raises(InputError, match="no numbers"):
+        module.generate(model, Words(), IDS, max_new_tokens=3)
