@@ -31,6 +31,7 @@ SIGNATURES = {
     "bitline_transpose_words": "vplllpl", "bitline_awq_codes": "vplllpl", "bitline_ordered_words": "iplplilpl",
     "bitline_unpack": "vplllip", "bitline_pack": "vplllip", "bitline_take": "ipllliplp",
     "bitline_transpose": "iplllip", "bitline_zero_points": "ipllliuiip", "bitline_prepare": "vpl",
+    "bitline_block_codes": "iplllllpliip",
     "bitline_int4pack": "vpllliiipillpp", "bitline_int4pack_scales": "ippplllllpldiip",
     "bitline_gemm": "iplpppi", "bitline_bind": "is",
     "bitline_gemm_pack_rows": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp",
