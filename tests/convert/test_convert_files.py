@@ -80,7 +80,7 @@ def test_an_empty_folder_and_missing_parents_are_used(tmp_path):
 
 @pytest.mark.parametrize(
     ("to", "name", "says"),
-    [("exl2", "o", "unknown format"), ("gguf", "folder", "named so"), ("gptq", "model.gguf", "is a folder"),
+    [("exl2", "o", "unknown format"), ("gguf", "folder", "is a file called"), ("gptq", "model.gguf", "is a folder"),
      ("gptq", "x.safetensors", "is a folder")],
 )  # fmt: skip
 def test_wrong_words(to, name, says, tmp_path):

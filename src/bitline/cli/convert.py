@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +21,10 @@ from bitline.conversion import LayerReport, convert
 
 def convert_report(source: str, result: Path, to: str, lossy: bool, weights_only: bool, quiet: bool) -> dict[str, Any]:
     """Every figure of the command."""
-    with contextlib.nullcontext() if quiet else _bars() as progress:
-        report = convert(local_path(source), result, to=to, lossy=lossy, weights_only=weights_only, progress=progress)
+    with _stopped_by_signals(), _bars() if err.is_terminal and not quiet else contextlib.nullcontext() as progress:
+        report = convert(
+            local_path(source), result.expanduser(), to=to, lossy=lossy, weights_only=weights_only, progress=progress
+        )
     kinds: dict[Any, list[LayerReport]] = defaultdict(list)
     for layer in report.layers:
         kinds[(layer.format, layer.before, layer.after, layer.changes, layer.shape, layer.exact)].append(layer)
@@ -35,6 +39,24 @@ def _kind(members: list[LayerReport]) -> dict[str, Any]:
         "nbytes": sum(m.nbytes for m in members), "nbytes_after": sum(m.nbytes_after for m in members),
         "max_error": max(m.max_error for m in members), "rms_error": max(m.rms_error for m in members),
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Leave nothing behind when the terminal is closed or the process is told to end, as after Ctrl-C."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set them
+        for number in (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
+            before[number] = signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
@@ -58,15 +80,18 @@ def show(report: dict[str, Any]) -> None:
     out.print(
         f"[bold]{path}[/] ({report['source_format']}) to [bold]{result}[/] ({report['to']})", highlight=False, soft_wrap=True
     )
-    grid = table("layers", "N×K", "before", "after", "what was done")
+    errors = () if report["exact"] else ("max error", "rms error")
+    grid = table("layers", "N×K", "before", "after", *errors, "what was done")
     for kind in report["kinds"]:
-        what = "; ".join(kind["changes"]) or "moved"
-        if not kind["exact"]:
-            what += f"; max error {kind['max_error']:.2e}, rms {kind['rms_error']:.2e}"
         n, k = kind["shape"]
-        grid.add_row(str(kind["layers"]), f"{n}×{k}", kind["before"], kind["after"], what)
+        far = ["-" if kind["exact"] else f"{kind[which]:.2g}" for which in ("max_error", "rms_error")] if errors else []
+        what = ("; ".join(kind["changes"]) or "moved") if kind["exact"] else "rounded"
+        grid.add_row(str(kind["layers"]), f"{n}×{k}", kind["before"], kind["after"], *far, what)
     out.print(grid)
-    plain = f"{report['plain_tensors']} plain tensors, {size(report['plain_bytes'])}"
+    if errors:
+        out.print("max error: relative to the layer's largest weight; rms error: to the root mean square of all", highlight=False)
+    count = report["plain_tensors"]
+    plain = f"{count} plain tensors, {size(report['plain_bytes'])}" if count else "no plain tensors"
     out.print(f"layers {size(report['nbytes'])} before, {size(report['nbytes_after'])} after; {plain}")
     if report["copied"]:
         out.print(f"copied: {escape(', '.join(report['copied']))}", highlight=False)

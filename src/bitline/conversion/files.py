@@ -18,6 +18,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_HEADER = 1 << 20  # bytes that are kept free for a shard's header; a shard that needs more is closed
 _FIRST = 64  # bytes of a header before its first tensor
 _ALIGNED = 8
+_LATE = 64 << 20  # bytes that are kept in memory for the end of a shard, at most, but for a larger tensor
 
 
 def header_bytes(names: list[str], per_name: int) -> int:
@@ -30,7 +31,7 @@ class ShardWriter:
     """Write tensors into a folder. A header comes before its data, so that room is kept for it, and filled up with spaces.
 
     limit: bytes of data after which a new shard is begun. room: bytes kept for each header. Data has no gaps, by the format's
-    rule: what would leave the next tensor unaligned is kept in memory and comes last.
+    rule: what would leave the next tensor unaligned is kept in memory and comes last, 64 MB at most in a shard.
     """
 
     def __init__(self, folder: Path, limit: int, room: int) -> None:
@@ -39,7 +40,7 @@ class ShardWriter:
         self._shards: list[dict[str, str]] = []  # each header, a tensor's entry as JSON
         self._file: BinaryIO | None = None
         self._late: list[tuple[str, Tensor]] = []
-        self._at = self._bytes = self._used = 0
+        self._at = self._bytes = self._used = self._kept = 0
         self._known: set[str] = set()
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -48,12 +49,16 @@ class ShardWriter:
             raise ConversionError("two tensors of the result have one name", tensor=name, fix="rename the plain tensor")
         self._known.add(name)
         need = len(json.dumps(name)) + len(_entry(tensor, 10**15)) + 2
-        if self._file is None or (self._bytes and self._bytes + tensor.nbytes > self.limit) or self._used + need > self.room:
+        odd = tensor.nbytes % _ALIGNED != 0
+        full = self._bytes and self._bytes + tensor.nbytes > self.limit
+        full = full or (odd and self._kept and self._kept + tensor.nbytes > _LATE)
+        if self._file is None or full or self._used + need > self.room:
             self._begin(need)
         self._bytes, self._used = self._bytes + tensor.nbytes, self._used + need
         self.total += tensor.nbytes
-        if tensor.nbytes % _ALIGNED:
+        if odd:
             self._late.append((name, tensor))
+            self._kept += tensor.nbytes
         else:
             self._write(name, tensor)
 
@@ -87,7 +92,7 @@ class ShardWriter:
         self._shards.append({})
         self._file = self._part(len(self._shards) - 1).open("wb")
         self._file.seek(8 + self.room)
-        self._at = self._bytes = 0
+        self._at = self._bytes = self._kept = 0
         self._used = _FIRST
 
     def _write(self, name: str, tensor: Tensor) -> None:

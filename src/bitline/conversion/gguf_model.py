@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from bitline.conversion.gguf_file import F32, STRING, U32, Array, Value
 from bitline.conversion.gguf_tokenizer import tokenizer_metadata
-from bitline.conversion.original import Layer, Original
+from bitline.conversion.original import EMBEDDINGS, HEADS, Layer, Original
 from bitline.errors import BitlineError, ConversionError
 from bitline.skeleton import check_sizes
 
 # transformers' model_type to llama.cpp's architecture. Only these are known to need nothing but what is done here.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_MOST_HEAD = 1 << 16
+_NUMBERED = re.compile(r"(.*\blayers\.)(0|[1-9][0-9]*)(\..*)")
 _SKIPPED = ("rotary_emb.inv_freq", ".position_ids")
 _FILE_TYPE = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9}
 
@@ -32,7 +35,7 @@ class GGUFModel:
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_sizes(self.original.checkpoint)  # a table of names is made for as many layers as the config says
+        check_sizes(self.original.checkpoint)
         config = self.original.config
         kind = str(config.get("model_type"))
         if kind not in ARCHITECTURES:
@@ -46,13 +49,26 @@ class GGUFModel:
         for item in self.original.items:
             layer = isinstance(item, Layer)
             stem, _, suffix = (item.name, "", "weight") if layer else item.name.rpartition(".")
+            if suffix == "weight":
+                self._check_rows(stem, item.record.spec.n if isinstance(item, Layer) else (*item.shape, 0)[0])
             if any(part in item.name for part in _SKIPPED):
                 self.left.append(item.name)
                 continue
-            found = table.get_name(stem)
+            found = self._name(table, stem)
             if found is None or suffix not in ("weight", "bias"):
                 raise self._error("a tensor has no name in llama.cpp", item.name, None)
             self.names[item.name] = found if layer else f"{found}.{suffix}"
+
+    def _name(self, table: Any, stem: str) -> str | None:
+        """llama.cpp's name of a module, from the table of one layer: tables grow with the number that a config says."""
+        match = _NUMBERED.fullmatch(stem)
+        if match is None:
+            return table.get_name(stem)  # type: ignore[no-any-return]
+        layers = self._number("num_hidden_layers")
+        if len(match[2]) > 9 or int(match[2]) >= layers:
+            raise self._error("a tensor belongs to a layer that config.json does not have", stem, f"{layers} layers")
+        found = table.get_name(f"{match[1]}0{match[3]}")
+        return None if found is None else found.replace("blk.0.", f"blk.{match[2]}.", 1)
 
     def order(self, name: str) -> Tensor | None:
         """The rows of a module in llama.cpp's order, int64 [N]; None where it is transformers' own.
@@ -62,11 +78,27 @@ class GGUFModel:
         leaf = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         if self.architecture != "llama" or leaf not in ("q_proj", "k_proj"):
             return None
-        heads = self._number("num_attention_heads")
-        if leaf == "k_proj":
-            heads = self._number("num_key_value_heads", heads)
+        heads = self._heads(leaf)
         rows = heads * self._head()
         return torch.arange(rows).view(heads, 2, self._head() // 2).transpose(1, 2).reshape(-1)
+
+    def _heads(self, leaf: str) -> int:
+        heads = self._number("num_attention_heads")
+        return heads if leaf == "q_proj" else self._number("num_key_value_heads", heads)
+
+    def _check_rows(self, module: str, rows: int) -> None:
+        """Refuse a config that is of another model than the weights: its sizes are what llama.cpp reads them by."""
+        leaf = module.rpartition(".")[2]
+        wanted = None
+        if leaf in ("q_proj", "k_proj", "v_proj"):
+            wanted = self._heads(leaf) * self._head()
+        elif leaf in EMBEDDINGS | HEADS:
+            wanted = self._number("vocab_size")
+        if wanted is not None and rows != wanted:
+            raise ConversionError(
+                "a weight has other rows than config.json says", file=self.original.checkpoint.path, tensor=module, found=rows,
+                expected=wanted, fix="the config does not belong to these tensors",
+            )  # fmt: skip
 
     def metadata(self, kinds: Mapping[str, int]) -> dict[str, Value | Array]:
         """Every key. kinds: the block types of the layers and how many layers each has."""
@@ -125,8 +157,8 @@ class GGUFModel:
     def _head(self) -> int:
         config = self.original.config
         size = config.get("head_dim") or self._number("hidden_size") // self._number("num_attention_heads")
-        if type(size) is not int or size < 2 or size % 2:
-            raise self._error("config.json has no usable head_dim", repr(size), "an even number")
+        if type(size) is not int or not 2 <= size <= _MOST_HEAD or size % 2:
+            raise self._error("config.json has no usable head_dim", repr(size), f"an even number up to {_MOST_HEAD}")
         return size
 
     def _float(self, values: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -150,7 +182,7 @@ class GGUFModel:
                 "gguf files need the gguf package's tables of names", fix="pip install 'bitline[models]'"
             ) from error
         numbers = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}
-        return gguf.get_tensor_name_map(numbers[self.architecture], self._number("num_hidden_layers"))
+        return gguf.get_tensor_name_map(numbers[self.architecture], 1)
 
     def _error(self, what: str, found: object, expected: object, fix: str | None = None) -> ConversionError:
         return ConversionError(what, file=self.original.checkpoint.path, found=found, expected=expected, fix=fix)

@@ -13,6 +13,7 @@ from bitline.formats._json import read_config
 
 _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 _KEY = "tokenizer.ggml"
+_MOST_PADDING = 1 << 16  # entries; an embedding has a few rows more than there are tokens, to a round number
 # Special tokens that the format has a key for; one is spelled so.
 _IDS = {
     "bos": "bos",
@@ -79,8 +80,7 @@ def _byte_pairs(folder: Path, vocab_size: int, special: Any) -> dict[str, Value 
     for token in whole.get("added_tokens") or []:
         names[token["id"]] = token["content"]
         kinds[token["id"]] = _CONTROL if token.get("special") else _USER
-    if names and max(names) >= vocab_size:
-        raise _refused(folder, "the tokenizer has more tokens than the model", max(names) + 1, vocab_size)
+    _check_size(folder, max(names, default=-1) + 1, vocab_size)
     tokens = [names.get(i, f"[PAD{i}]") for i in range(vocab_size)]
     types = [kinds.get(i, _NORMAL) if i in names else _UNUSED for i in range(vocab_size)]
     return {
@@ -118,8 +118,7 @@ def _sentencepiece(folder: Path, vocab_size: int) -> dict[str, Value | Array]:
     if gguf.vocab.SentencePieceProcessor is None:
         raise BitlineError("a tokenizer.model needs the sentencepiece package", fix="pip install 'bitline[models]'")
     found = list(gguf.SentencePieceVocab(folder).all_tokens())
-    if len(found) > vocab_size:
-        raise _refused(folder, "the tokenizer has more tokens than the model", len(found), vocab_size)
+    _check_size(folder, len(found), vocab_size)
     found += [(f"[PAD{i}]".encode(), -10000.0, _UNUSED) for i in range(len(found), vocab_size)]
     return {
         f"{_KEY}.model": Value(STRING, "llama"), f"{_KEY}.pre": Value(STRING, "default"),
@@ -127,6 +126,14 @@ def _sentencepiece(folder: Path, vocab_size: int) -> dict[str, Value | Array]:
         f"{_KEY}.scores": Array(F32, [score for _, score, _ in found]),
         f"{_KEY}.token_type": Array(I32, [int(kind) for _, _, kind in found]),
     }  # fmt: skip
+
+
+def _check_size(folder: Path, tokens: int, vocab_size: int) -> None:
+    if tokens > vocab_size:
+        raise _refused(folder, "the tokenizer has more tokens than the model", tokens, vocab_size)
+    if vocab_size > tokens + _MOST_PADDING:
+        raise _refused(folder, "the model's vocab_size does not belong to this tokenizer", f"{vocab_size} for {tokens} tokens",
+                       f"at most {tokens + _MOST_PADDING}")  # fmt: skip
 
 
 def _refused(folder: Path, what: str, found: object, expected: object) -> ConversionError:

@@ -19,7 +19,7 @@ HEADS = {"lm_head", "embed_out"}
 _CONFIGS = ("quantization_config", "compression_config")
 # Files that belong to a model and hold no weights. Anything else is left where it is, and the report says so.
 _SUFFIXES = {".json", ".jinja", ".txt", ".model", ".md", ".py", ".tiktoken", ".spm", ".vocab", ".bpe", ".yaml", ".yml"}
-_NAMES = ("license", "notice", "readme", "usage")
+_NAMES = ("license", "notice", "readme", "usage", "tokenizer.model")  # and tokenizer.model.v3 of Mistral
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,19 @@ class Original:
         return [name for name in found if name.rpartition(".")[2] not in EMBEDDINGS and "norm" not in name.rpartition(".")[2]]
 
     def other_files(self) -> tuple[list[Path], list[str]]:
-        """Files of the folder to copy (tokenizer, generation config, …), and the names of those that are left."""
+        """Files of the folder to copy (tokenizer, generation config, …), and the names of those that are left.
+
+        Neither has hidden files, nor those whose content is written anew: configs, weights and their indices.
+        """
         if self.folder is None:
             return [], []
         taken, left = [], []
         for path in sorted(self.folder.iterdir()):
             written = path.name == "config.json" or path.name in SIDE_FILES or path.name.endswith(".safetensors.index.json")
-            if written or path.suffix.lower() == ".safetensors":
+            if written or path.suffix.lower() == ".safetensors" or path.name.startswith("."):
                 continue
             fits = path.suffix.lower() in _SUFFIXES or path.name.lower().startswith(_NAMES)
-            if path.is_file() and fits:
+            if fits and path.is_file() and not path.name.endswith(".index.json"):  # an index of weights that are left
                 taken.append(path)
             else:
                 left.append(path.name)

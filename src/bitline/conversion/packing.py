@@ -102,6 +102,15 @@ def signed_bytes(codes: Tensor, width: int, k: int) -> Tensor:
     return out
 
 
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of any dtypes hold the same numbers; NaN is NaN, and the sign of a zero counts."""
+    if one.dtype == other.dtype:
+        return one.shape == other.shape and raw_bytes(one) == raw_bytes(other)
+    one, other = one.double(), other.double()
+    equal = one.contiguous().view(torch.int64) == other.contiguous().view(torch.int64) if one.shape == other.shape else None
+    return equal is not None and bool((equal | (one.isnan() & other.isnan())).all())
+
+
 def raw_bytes(tensor: Tensor) -> memoryview:
     """A tensor's bytes, without a copy where it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

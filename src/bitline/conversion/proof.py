@@ -13,7 +13,7 @@ from torch import Tensor
 from bitline import bits
 from bitline.checkpoint import Checkpoint, open_checkpoint
 from bitline.conversion.original import Original, Plain
-from bitline.conversion.packing import raw_bytes
+from bitline.conversion.packing import raw_bytes, same_numbers
 from bitline.conversion.sinks import Sink
 from bitline.errors import ConversionError
 from bitline.weight import QuantizedWeight
@@ -136,11 +136,7 @@ def _same_plain(item: Plain, sink: Sink, result: Checkpoint) -> None:
     wanted, order = item.read(), sink.order_of(item.name)
     wanted = wanted if order is None else wanted.index_select(0, order)
     found = result.read(name)
-    if found.dtype == wanted.dtype:
-        equal = found.shape == wanted.shape and raw_bytes(found) == raw_bytes(wanted)
-    else:
-        equal = found.shape == wanted.shape and same_bits(wanted.float(), found.float())
-    if not equal:
+    if not same_numbers(wanted, found):
         raise _differs(item.name, "a plain tensor", f"{wanted.dtype} {list(wanted.shape)}", f"{found.dtype} {list(found.shape)}")
 
 
@@ -182,7 +178,3 @@ def _differs(name: str, what: str, wanted: object, found: object) -> ConversionE
 
 def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.int32)
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

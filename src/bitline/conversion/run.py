@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -83,7 +84,12 @@ def convert(
     if to not in TARGETS:
         raise InputError("unknown format to convert to", found=repr(to), expected=", ".join(TARGETS))
     path = Path(result)
-    (check_file if to == "gguf" else check_folder)(path)
+    if "\0" in str(path):
+        raise InputError("the output's name cannot be one", found=repr(str(path)))
+    try:
+        (check_file if to == "gguf" else check_folder)(path)
+    except OSError as error:
+        raise cannot_write(error, path) from error
     checkpoint = open_checkpoint(source)
     if to == "gguf" and checkpoint.is_gguf:
         raise InputError("the source is a gguf file already", found=checkpoint.path, fix="copy it")
@@ -114,12 +120,13 @@ class _Conversion:
         self._refuse_if_needed()
         sink = self._sink()
         try:
+            copied, left = sink.others()
             self._write(sink)
             forms = {name: w.form for name, w in self.written.items() if w.form is not None}
             if not forms:
                 raise ConversionError("no layer would be quantized in the result", file=self.original.checkpoint.path,
                                       expected=f"a layer that {self.to} can hold")  # fmt: skip
-            copied, left = sink.finish(forms)
+            sink.finish(forms)
             proofs = prove(self.original, sink, self.written, self.progress)
             sink.publish()
         except BaseException:
@@ -180,7 +187,7 @@ class _Conversion:
 
     def _refusal(self, refused: dict[str, NotExact]) -> ConversionError:
         names = list(refused)
-        reasons = list(dict.fromkeys(str(error) for error in refused.values()))
+        reasons = list({re.sub(r"\d+", "", str(error)): str(error) for error in reversed(refused.values())}.values())[::-1]
         more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         fixes = list(dict.fromkeys(error.fix for error in refused.values() if error.fix))
         able = self._others(list(refused)[:_NAMED])

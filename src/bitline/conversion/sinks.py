@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -18,8 +19,9 @@ from bitline.conversion.files import ShardWriter, header_bytes, write_json
 from bitline.conversion.gguf_file import GGUFWriter, plain_type
 from bitline.conversion.gguf_model import GGUFModel
 from bitline.conversion.original import Layer, Original, Plain
-from bitline.errors import BitlineError, ConversionError, InputError
-from bitline.types import LinearSpec
+from bitline.conversion.packing import same_numbers
+from bitline.errors import CheckpointError, ConversionError, InputError
+from bitline.types import LinearSpec, dtype_name
 from bitline.weight import QuantizedWeight
 
 _PER_LAYER = 8  # tensors that a layer has at most, in any format
@@ -30,6 +32,10 @@ class Sink(Protocol):
 
     path: Path
 
+    def others(self) -> tuple[list[str], list[str]]:
+        """Write what does not depend on weights. -> names of the original's other files that were copied, and of those left."""
+        ...
+
     def layer(self, layer: Layer, weight: QuantizedWeight) -> int:
         """Write a layer in one of the target's forms; bytes written."""
         ...
@@ -38,8 +44,8 @@ class Sink(Protocol):
         """Write a plain tensor under transformers' name; bytes written."""
         ...
 
-    def finish(self, layers: Mapping[str, LinearSpec]) -> tuple[list[str], list[str]]:
-        """Write everything else. layers: those that are quantized, with their forms. -> other files copied, and left."""
+    def finish(self, layers: Mapping[str, LinearSpec]) -> None:
+        """Write everything else. layers: those that are quantized, with their forms."""
         ...
 
     def publish(self) -> None:
@@ -65,11 +71,22 @@ class FolderSink:
     def __init__(self, original: Original, target: Target, result: Path, shard_bytes: int) -> None:
         check_folder(result)
         self.original, self.target, self.result = original, target, result
-        self.path = _beside(result)
-        self.path.mkdir(parents=True)
         layers, plain = [layer.name for layer in original.layers], [p.name for p in original.plain]
         room = header_bytes(layers, _PER_LAYER) + header_bytes(plain, 1)
+        self._inside = result.is_dir()  # an empty folder may be a mount or someone's working directory: it stays what it is
+        self.path = result / _partial() if self._inside else result.parent / _partial()
+        self._made = _make_parents(self.path)
+        self.path.mkdir()
         self._shards = ShardWriter(self.path, shard_bytes, room)
+
+    def others(self) -> tuple[list[str], list[str]]:
+        """The other files of the original's folder, and a tokenizer that is inside the checkpoint."""
+        taken, left = self.original.other_files()
+        for path in taken:
+            _copy(path, self.path / path.name)
+        if self.original.save_tokenizer is not None:
+            self.original.save_tokenizer(self.path)
+        return [path.name for path in taken], left
 
     def layer(self, layer: Layer, weight: QuantizedWeight) -> int:
         """The target's tensors under the layer's name."""
@@ -83,30 +100,36 @@ class FolderSink:
         self._shards.add(name, tensor)
         return tensor.nbytes
 
-    def finish(self, layers: Mapping[str, LinearSpec]) -> tuple[list[str], list[str]]:
-        """config.json with the new quantization, what the target adds, and the other files of the original's folder."""
+    def finish(self, layers: Mapping[str, LinearSpec]) -> None:
+        """config.json with the new quantization, and what the target adds."""
         self._shards.finish()
         config = {**self.original.config, "quantization_config": self.target.config(layers, self.original)}
         write_json(self.path / "config.json", config)
         for name, content in self.target.files(layers, self.original).items():
             write_json(self.path / name, content)
-        taken, left = self.original.other_files()
-        for path in taken:
-            shutil.copyfile(path, self.path / path.name)
-        if self.original.save_tokenizer is not None:
-            self.original.save_tokenizer(self.path)
-        return [path.name for path in taken], left
 
     def publish(self) -> None:
-        """A rename, which replaces an empty folder and nothing else."""
-        if self.result.is_dir():
-            self.result.rmdir()  # which an empty folder lets happen
-        self.path.rename(self.result)
+        """A rename, which replaces nothing; of each file, config.json last, where the folder was there before."""
+        if not self._inside:
+            self.path.rename(self.result)
+            return
+        check_folder(self.result, but=self.path.name)
+        files = sorted(self.path.iterdir(), key=lambda path: path.name == "config.json")
+        try:
+            for path in files:
+                path.rename(self.result / path.name)
+            self.path.rmdir()
+        except BaseException:
+            for path in files:
+                if not path.exists():
+                    (self.result / path.name).unlink(missing_ok=True)
+            raise
 
     def discard(self) -> None:
-        """Remove the folder."""
+        """Remove the folder, and those that were made for it."""
         self._shards.close()
         shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self._made)
 
     def name_of(self, name: str) -> str:
         """The original's name."""
@@ -138,9 +161,13 @@ class GGUFSink:
                     shapes[name] = item.shape
         shapes |= {name: tuple(tensor.shape) for name, tensor in self._extra.items()}
         metadata = self.model.metadata(kinds)
-        self.path = _beside(result, ".gguf")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = result.parent / f"{_partial()}.gguf"
+        self._made = _make_parents(self.path)
         self._file = GGUFWriter(self.path, metadata, shapes)
+
+    def others(self) -> tuple[list[str], list[str]]:
+        """No files: the tokenizer is in the header. Left are tensors that llama.cpp computes."""
+        return [], self.model.left
 
     def layer(self, layer: Layer, weight: QuantizedWeight) -> int:
         """Rows of blocks in llama.cpp's order."""
@@ -163,16 +190,21 @@ class GGUFSink:
             return 0
         order = self.model.order(name)
         tensor = tensor if order is None else tensor.index_select(0, order)
-        tensor = tensor.float() if tensor.dim() < 2 or tensor.dtype not in _GGUF_FLOATS else tensor
+        if tensor.dim() < 2 or tensor.dtype not in _GGUF_FLOATS:
+            stored, tensor = tensor, tensor.float()
+            if not same_numbers(stored, tensor):
+                raise ConversionError(
+                    "a plain tensor is not exact in float32, as gguf files store it", tensor=name,
+                    found=dtype_name(stored.dtype), fix="--to another format keeps plain tensors as they are",
+                )  # fmt: skip
         self._file.add(target, tensor, plain_type(tensor))
         return tensor.nbytes
 
-    def finish(self, layers: Mapping[str, LinearSpec]) -> tuple[list[str], list[str]]:
+    def finish(self, layers: Mapping[str, LinearSpec]) -> None:
         """The header, and the tensors that transformers computes."""
         for name, tensor in self._extra.items():
             self._file.add(name, tensor, plain_type(tensor))
         self._file.finish()
-        return [], self.model.left
 
     def publish(self) -> None:
         """A rename, where nothing has taken the name meanwhile."""
@@ -183,6 +215,7 @@ class GGUFSink:
         """Remove the file."""
         self._file.close()
         self.path.unlink(missing_ok=True)
+        _remove(self._made)
 
     def name_of(self, name: str) -> str:
         """llama.cpp's name."""
@@ -196,9 +229,9 @@ class GGUFSink:
 _GGUF_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_folder(result: Path) -> None:
-    """Refuse a result that is there."""
-    if result.is_dir() and any(result.iterdir()):
+def check_folder(result: Path, but: str = "") -> None:
+    """Refuse a result that is there. but: the one name that a folder may have in it."""
+    if result.is_dir() and any(path.name != but for path in result.iterdir()):
         raise InputError("the output folder is not empty", found=result, expected="a new folder, or an empty one")
     if not result.is_dir() and (result.exists() or result.is_symlink()):
         raise InputError("the output is there and is no folder", found=result, expected="a new folder")
@@ -209,14 +242,59 @@ def check_folder(result: Path) -> None:
 def check_file(result: Path) -> None:
     """Refuse a result that is there or is not called a GGUF file."""
     if result.suffix.lower() != ".gguf":
-        raise InputError("a gguf file is named so", found=result, expected=f"{result.name}.gguf", fix="name a .gguf file")
+        raise InputError("the output of this format is a file called *.gguf", found=result, expected=f"{result}.gguf")
     if result.exists() or result.is_symlink():
         raise InputError("the output file is there already", found=result, expected="a new name")
 
 
-def _beside(result: Path, suffix: str = "") -> Path:
-    """A hidden name beside the result, on the same disk, so that a rename finishes it."""
-    return result.parent / f".{result.name}.{secrets.token_hex(4)}.partial{suffix}"
+def _partial() -> str:
+    """A hidden name beside the result or in it, on the same disk, so that a rename finishes it."""
+    return f".bitline-{secrets.token_hex(4)}.partial"
+
+
+def _make_parents(path: Path) -> list[Path]:
+    """Make the folders above a path; those that were not there, the outermost first."""
+    made: list[Path] = []
+    for parent in reversed(path.parents):
+        if not parent.is_dir():
+            parent.mkdir(exist_ok=True)
+            made.append(parent)
+    return made
+
+
+def _remove(made: list[Path]) -> None:
+    """Remove folders that were made, where nothing else has come into them."""
+    with contextlib.suppress(OSError):
+        for folder in reversed(made):
+            folder.rmdir()
+
+
+def _copy(path: Path, to: Path) -> None:
+    """A copy of a file's content. What cannot be read is the source's fault and not the disk's."""
+    with to.open("wb") as file:
+        for chunk in _chunks(path):
+            file.write(chunk)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    with file:
+        while True:
+            try:
+                chunk = file.read(1 << 20)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            if not chunk:
+                return
+            yield chunk
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError("a file of the checkpoint cannot be read", file=path, found=error.strerror or error,
+                           fix="make it readable, or move it away to convert without it")  # fmt: skip
 
 
 def count_kinds(forms: Mapping[str, LinearSpec]) -> Counter[str]:
@@ -224,7 +302,7 @@ def count_kinds(forms: Mapping[str, LinearSpec]) -> Counter[str]:
     return Counter(gguf_blocks.kind_of(form)[0] for form in forms.values())
 
 
-def cannot_write(error: OSError, result: Path) -> BitlineError:
+def cannot_write(error: OSError, result: Path) -> ConversionError:
     """The disk's refusal as a deliberate error."""
     return ConversionError("the result cannot be written, and nothing is left of it", file=result, found=error.strerror or error,
                            fix="make room, or name another disk" if error.errno in (27, 28, 122) else None)  # fmt: skip

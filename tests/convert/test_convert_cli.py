@@ -1,0 +1,58 @@
+"""The command: what it prints, its JSON, and its exit codes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from expected import CHECKPOINTS
+
+
+def bitline(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "bitline", "convert", *map(str, words)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "COLUMNS": "140", "TERM": "dumb"},
+    )  # fmt: skip
+
+
+def test_text(tmp_path):
+    done = bitline(CHECKPOINTS / "ct_w4a16_g128_asym", tmp_path / "m.gguf", "--to", "gguf")
+    assert done.returncode == 0, done.stderr
+    words = " ".join(done.stdout.split())
+    for said in ("uint4+zero g128", "uint5b16 g32", "4 bits in 5", "every layer bit-equal", "4 of 4", "no plain tensors"):
+        assert said in words
+    assert re.search(r"layers [\d.]+ [kM]B before, [\d.]+ [kM]B after", words)
+
+
+def test_json(tmp_path):
+    done = bitline(CHECKPOINTS / "ar_w4g32_mixed_autoround", tmp_path / "out", "--to", "awq", "--lossy", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["to"] == "awq" and not report["exact"] and len(report["layers"]) == 4
+    assert sum(kind["layers"] for kind in report["kinds"]) == 4 and sum(not layer["exact"] for layer in report["layers"]) == 1
+    assert report["nbytes_after"] > 0 and not done.stderr.strip()
+
+
+def test_lossy_text(tmp_path):
+    done = bitline(CHECKPOINTS / "bnb_nf4", tmp_path / "out", "--to", "gptq", "--lossy")
+    words = " ".join(done.stdout.split())
+    assert done.returncode == 0 and "4 of 4 layers were rounded" in words and "max error" in words and "bit-equal" not in words
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("bnb_nf4", "--to", "gptq"), 1, "gptq cannot hold 4 of 4 layers exactly"),
+        (("ct_w8a8_int8_dynamic", "--to", "gptq"), 1, "--weights-only"),
+        (("gq_w4g128_sym_v1", "--to", "exl2"), 1, "unknown format"), (("gq_w4g128_sym_v1",), 2, "Missing option"),
+        (("gq_w4g128_sym_v1", "--to", "gguf"), 1, "is a file called"),
+    ],
+)  # fmt: skip
+def test_exit_codes(words, code, says, tmp_path):
+    done = bitline(CHECKPOINTS / words[0], tmp_path / "out", *words[1:])
+    assert done.returncode == code and says in " ".join((done.stdout + done.stderr).split())
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+    if code == 1:
+        error = json.loads(bitline(CHECKPOINTS / words[0], tmp_path / "out", *words[1:], "--json").stdout)["error"]
+        assert error["type"] in ("ConversionError", "InputError") and error["message"]

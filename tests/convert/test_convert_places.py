@@ -1,0 +1,218 @@
+"""Where a result goes, and what is left when a conversion is stopped: by a signal, the source, or the disk."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from expected import CHECKPOINTS, LLAMA
+from safetensors.torch import load_file
+
+import bitline
+from bitline.conversion import files, sinks
+from bitline.errors import CheckpointError, ConversionError, InputError
+
+GPTQ = CHECKPOINTS / "gq_w4g128_sym_v1"
+REFUSED = CHECKPOINTS / "bnb_nf4"  # which no format holds
+
+
+def entries(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- places --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["folder", "link", "here"])
+def test_an_empty_folder_stays_the_folder_that_it_is(how, tmp_path, monkeypatch):
+    """It may be a mounted disk, a link to one, or where a terminal is: it is filled, and not replaced."""
+    folder = out = tmp_path / "empty"
+    folder.mkdir()
+    before = folder.stat().st_ino
+    if how == "link":
+        out = tmp_path / "link"
+        out.symlink_to("empty")
+    elif how == "here":
+        monkeypatch.chdir(folder)
+        out = "."
+    with pytest.raises(ConversionError):
+        bitline.convert(REFUSED, out, to="gptq")
+    assert folder.stat().st_ino == before and not entries(folder)
+    assert bitline.convert(GPTQ, out, to="awq").exact
+    assert folder.stat().st_ino == before and (how != "link" or out.is_symlink())
+    assert "config.json" in entries(folder) and not [name for name in entries(folder) if "partial" in name]
+    assert entries(tmp_path) == (["empty", "link"] if how == "link" else ["empty"])
+
+
+def test_a_folder_that_is_filled_meanwhile_is_left_as_it_is(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def other(what, done, total):
+        (out / "config.json").write_text("mine")
+
+    with pytest.raises(InputError, match="not empty"):
+        bitline.convert(GPTQ, out, to="awq", progress=other)
+    assert entries(out) == ["config.json"] and (out / "config.json").read_text() == "mine"
+
+
+def test_a_publication_that_fails_half_way_is_undone(tmp_path, monkeypatch):
+    out, real, moved = tmp_path / "out", sinks.Path.rename, []
+    out.mkdir()
+
+    def rename(path, to):
+        if path.name == "config.json":
+            raise KeyboardInterrupt
+        moved.append(path.name)
+        return real(path, to)
+
+    monkeypatch.setattr(sinks.Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        bitline.convert(GPTQ, out, to="awq")
+    assert "model.safetensors" in moved and not entries(out)
+
+
+@pytest.mark.parametrize("to", ["gptq", "gguf"])
+def test_folders_made_for_a_result_go_with_it(to, tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConversionError):
+        bitline.convert(REFUSED, tmp_path / "there" / "a" / "b" / f"out.{to}", to=to)
+    assert entries(tmp_path) == ["there"] and not entries(tmp_path / "there")
+
+
+NAMES = ["with spaces", "重み ü", "[bold]x[/]", 'it\'s "q"', "a\nb", "-rf", "x" * 250, "a~", "$HOME", os.fsdecode(b"\xff")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name(name, tmp_path):
+    """Of the source and of the result, as the command prints them."""
+    shutil.copytree(GPTQ, tmp_path / name)
+    (tmp_path / "to").mkdir()
+    done = command(tmp_path, ["./" + name, f"to/{name}", "--to", "awq"])
+    assert done.returncode == 0, done.stderr
+    assert name.replace("\n", "").encode(errors="replace") in done.stdout.replace(b"\n", b"") and b"every layer" in done.stdout
+    assert bitline.open_checkpoint(tmp_path / "to" / name).format == "awq"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x" * 300, "a\0b", "file/out", "file/out.gguf", "locked\0"],
+    ids=["long", "zero", "in a file", "gguf in a file", "end"],
+)
+@pytest.mark.parametrize("to", ["gptq", "gguf"])
+def test_names_that_cannot_be(name, to, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises((InputError, ConversionError)):
+        bitline.convert(GPTQ, tmp_path / (name if to != "gguf" else f"{name}.gguf"), to=to)
+    assert entries(tmp_path) == ["file"]
+
+
+def test_into_a_folder_of_the_source(tmp_path):
+    folder = shutil.copytree(GPTQ, tmp_path / "model")
+    before = entries(folder)
+    report = bitline.convert(folder, folder / "as awq", to="awq")
+    assert report.exact and entries(folder) == sorted([*before, "as awq"]) and not report.left
+
+
+# ---- what stops it -------------------------------------------------------------------------------------------------------
+
+
+def command(folder, words, before=""):
+    """The command in a process of its own, after `before`."""
+    code = f"import sys; sys.argv[1:] = {['convert', *map(str, words)]!r}\n{before}\nfrom bitline.cli.main import run; run()"
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, timeout=300,
+                          env=os.environ | {"COLUMNS": "400"})  # fmt: skip
+
+
+@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize("place", ["new", "empty", "file.gguf"])
+def test_a_signal_leaves_nothing(signal, code, place, tmp_path):
+    if place == "empty":
+        (tmp_path / place).mkdir()
+    kill = f"""
+import os, signal
+from bitline.conversion import files, gguf_file
+for kind in (files.ShardWriter, gguf_file.GGUFWriter):
+    def add(self, *words, real=kind.add):
+        os.kill(os.getpid(), signal.{signal})
+        return real(self, *words)
+    kind.add = add
+"""
+    done = command(tmp_path, [GPTQ, place, "--to", "gguf" if place == "file.gguf" else "awq"], kill)
+    assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
+    assert entries(tmp_path) == (["empty"] if place == "empty" else []) and not list(tmp_path.rglob("*partial*"))
+
+
+def test_signals_are_as_before_and_threads_may_convert(tmp_path):
+    """Only the main thread may set signals; the command in another one does without."""
+    from bitline.cli.convert import convert_report
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append(convert_report(str(GPTQ), tmp_path / "out", "awq", False, False, True)))
+    thread.start()
+    thread.join()
+    assert found[0]["exact"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that opens and cannot be read is Linux's")
+def test_a_file_of_the_source_that_cannot_be_read(tmp_path):
+    """It is named before any weight is written, and is not taken for a mistake of the result's disk."""
+    folder = shutil.copytree(GPTQ, tmp_path / "s")
+    (folder / "tokenizer.json").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match="cannot be read") as caught:
+        bitline.convert(folder, tmp_path / "out", to="awq", progress=lambda *_: pytest.fail("weights came first"))
+    assert caught.value.file == str(folder / "tokenizer.json") and entries(tmp_path) == ["s"]
+
+
+# ---- beside the weights --------------------------------------------------------------------------------------------------
+
+
+def test_tokenizers_and_hidden_files(tmp_path):
+    folder = shutil.copytree(GPTQ, tmp_path / "s")
+    carried = [
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+        "tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "chat_template.jinja", "qwen.tiktoken",
+        "preprocessor_config.json", "generation_config.json", "configuration_own.py", "USE_POLICY.md",
+    ]  # fmt: skip
+    for name in (*carried, ".gitattributes", "pytorch_model.bin.index.json", "pytorch_model.bin"):
+        (folder / name).write_text("{}")
+    report = bitline.convert(folder, tmp_path / "out", to="awq")
+    assert set(carried) <= set(report.copied) and set(carried) <= set(entries(tmp_path / "out"))
+    assert {"pytorch_model.bin", "pytorch_model.bin.index.json"} <= set(report.left)
+    assert not [name for name in (*report.copied, *report.left) if name.startswith(".")]
+
+
+def test_tied_embeddings_stay_tied(tmp_path):
+    """One table, and the word that it is both; a head beside it would be loaded in its place."""
+    import bases
+
+    tensors, config = bases.packed()
+    table = torch.randn(100, 64).half()
+    folder = tmp_path / "s"
+    folder.mkdir()
+    settings = LLAMA | {"quantization_config": config, "tie_word_embeddings": True}
+    bases.write(folder, tensors | {"model.embed_tokens.weight": table}, config=settings)
+    for to in ("gptq", "compressed-tensors"):
+        bitline.convert(folder, tmp_path / to, to=to)
+        found = load_file(tmp_path / to / "model.safetensors")
+        assert torch.equal(found["model.embed_tokens.weight"], table) and not [name for name in found if "lm_head" in name]
+        assert json.loads((tmp_path / to / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_odd_tensors_do_not_gather_in_memory(tmp_path, monkeypatch):
+    """What is kept for the end of a shard is bounded: another shard begins, and every file is one that safetensors reads."""
+    monkeypatch.setattr(files, "_LATE", 100)
+    writer = files.ShardWriter(tmp_path, 10**9, 1 << 16)
+    tensors = {f"t{i}": torch.full((37,), i, dtype=torch.uint8) for i in range(9)} | {"large": torch.ones(999, dtype=torch.uint8)}
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+        assert writer._kept <= max(100, tensor.nbytes)
+    writer.finish()
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    found = {name: t for shard in shards for name, t in load_file(shard).items()}
+    assert len(shards) == 6 and all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
