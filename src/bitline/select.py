@@ -6,7 +6,7 @@ import difflib
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -271,7 +271,7 @@ def _check_names(policy: Policy, entries: Sequence[registry.Entry]) -> None:
 def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: Policy) -> Candidate:
     kernel = entry.kernel
     verdict = (
-        kernel.is_supported(platform)
+        ask(kernel.is_supported, platform)
         if platform.vendor in entry.platforms
         else no(f"runs on {', '.join(entry.platforms)}; this platform is {platform.vendor}")
     )
@@ -292,13 +292,22 @@ def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: 
     return Candidate(entry.name, kernel, verdict, supported, costs, entry.priority, kernel.backend)
 
 
+def ask(question: Callable[[Any], Any], about: Any) -> Verdict:
+    """A kernel's answer; a refusal where it raises or gives something else, so that a plug-in's mistake costs no other kernel."""
+    try:
+        answer = question(about)
+    except Exception as error:
+        return no(f"{question.__name__} failed: {type(error).__name__}: {error}")
+    return answer if isinstance(answer, Verdict) else no(f"{question.__name__} gave {answer!r}, which is no Verdict")
+
+
 def _does_scheme(kernel: type[Kernel], spec: LinearSpec) -> bool:
     """True where the kernel would take the layer with an input of one of its own dtypes."""
-    return any(kernel.can_implement(spec.replace(act_dtype=dtype)) for dtype in kernel.act_dtypes)
+    return any(ask(kernel.can_implement, spec.replace(act_dtype=dtype)) for dtype in kernel.act_dtypes)
 
 
 def _costs(kernel: type[Kernel], spec: LinearSpec, platform: Platform, policy: Policy) -> tuple[tuple[float, ...], str]:
-    """Seconds at each expected M, or why there are none: a plug-in's mistake must not take every choice down."""
+    """Seconds at each expected M, or why there are none."""
     try:
         costs = tuple(float(kernel.cost(spec, platform, m)) for m in policy.m)
     except Exception as error:
@@ -314,7 +323,7 @@ def _implements(kernel: type[Kernel], spec: LinearSpec, platform: Platform) -> V
     if spec.act_dtype not in kernel.act_dtypes:
         able = ", ".join(str(d).removeprefix("torch.") for d in kernel.act_dtypes)
         return no(f"input dtype {str(spec.act_dtype).removeprefix('torch.')}", f"with input dtype {able}")
-    return kernel.can_implement(spec)
+    return ask(kernel.can_implement, spec)
 
 
 @functools.cache

@@ -4,42 +4,37 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
+import os
 import platform as host
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 from rich.text import Text
 
 from bitline import __version__, checkpoint, env, native
 from bitline.cli.main import out
-from bitline.cli.render import size, table
+from bitline.cli.packages import KNOWN
+from bitline.cli.render import facts, hanging, put, rate, size, table
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
 from bitline.linear import QuantLinear
-from bitline.platform import PACKAGES, Platform, installed_packages
+from bitline.platform import PACKAGES, Platform, cpu_name, installed_packages
 from bitline.rounding import quantize
+from bitline.select import ask, short_name
+from bitline.testing.conformance import default_specs
+from bitline.testing.generators import random_weight
 from bitline.testing.tolerance import compare
 from bitline.types import LinearSpec
+from bitline.weight import QuantizedWeight
 
-# Package -> what it would add and how to get it.
-ENABLES = {
-    "triton": ("portable GPU kernels for every vendor", "pip install triton (comes with a GPU build of torch)"),
-    "zentorch": ("AMD Zen CPU kernels", "pip install zentorch"),
-    "auto_round_kernel": ("AutoRound's CPU and XPU kernels", "pip install auto-round-lib"),
-    "flashinfer": ("FP4 and FP8 kernels for NVIDIA Blackwell", "pip install flashinfer-python"),
-    "deep_gemm": ("block FP8 for NVIDIA Hopper", "pip install git+https://github.com/deepseek-ai/DeepGEMM"),
-    "mslk": ("FBGEMM's FP4 kernels for NVIDIA Blackwell", "pip install mslk-cuda"),
-    "fbgemm_gpu": ("the same kernels under their former name", "pip install fbgemm-gpu-genai"),
-    "aiter": ("AMD Instinct kernels", "pip install amd-aiter"),
-    "humming": ("weight-only kernels for NVIDIA GPUs", "pip install humming-kernels"),
-    "vllm_xpu_kernels": ("Intel GPU kernels", "pip install vllm-xpu-kernels"),
-}
+_COMPILERS = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++"), "CUDA": ("nvcc",), "HIP": ("hipcc",)}
 TRIED_SCHEMES = (
     "W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4",
     "MXFP8A16", "MXFP8",
@@ -47,7 +42,7 @@ TRIED_SCHEMES = (
 
 
 def doctor_report() -> dict[str, Any]:
-    """Every figure of the command. Each probe is guarded: the report always prints."""
+    """Every figure of the command. Each probe is guarded: the report always prints. docs/command-line.md describes the keys."""
     found = installed_packages()
     devices = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if hasattr(torch, "xpu") and torch.xpu.is_available():
@@ -55,23 +50,41 @@ def doctor_report() -> dict[str, Any]:
     return {
         "bitline": __version__, "python": sys.version.split()[0], "system": host.platform(),
         "versions": {name: _version(name) for name in ("torch", "transformers", "safetensors", "gguf", "numpy")},
-        "compiler": shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
-        "native": _guarded({"available": False}, native.report) | {"compiler": _cxx()},
+        "compilers": {kind: _compiler(names) for kind, names in _COMPILERS.items()},
+        "native": _guarded({"available": False}, native.report),
         "devices": [_guarded({"device": d}, functools.partial(_device, d)) for d in devices],
-        "packages": [_package(name, found) for name in ENABLES],
+        "packages": [_guarded({"package": PACKAGES[name]}, functools.partial(_package, name, found, devices)) for name in PACKAGES],
         "plugin_failures": _plugin_failures(),
-        "environment": [{"name": v.name, "effect": v.effect, "argument": v.argument} for v in env.VARIABLES],
+        "environment": [{"name": v.name, "effect": v.effect, "argument": v.argument, "value": env.environment().get(v.name)}
+                        for v in env.VARIABLES],
         "kernels": [row for d in devices for row in _kernels(d)],
     }  # fmt: skip
 
 
-def _cxx() -> str | None:
-    return next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+def _compiler(names: tuple[str, ...]) -> dict[str, str] | None:
+    """The first of these that is there, and the first line of what it says of itself."""
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:
+        return None
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError) as error:
+        said = [str(error)]
+    line = next((x for x in said if "release" in x), said[0]) if "nvcc" in path else said[0]  # nvcc begins with its name
+    return {"path": path, "version": line.strip()}
 
 
-def _package(name: str, found: dict[str, str]) -> dict[str, Any]:
-    adds, how = ENABLES[name]
-    return {"package": PACKAGES[name], "installed": found.get(name), "adds": adds, "install": how}
+def _package(name: str, found: dict[str, str], devices: list[str]) -> dict[str, Any]:
+    """What a package would add, and which kernels of this machine's devices need it."""
+    kernels: set[str] = set()
+    for where in map(Platform.detect, devices):
+        without, with_it = (replace(where, packages=packages) for packages in
+                            (where.packages - {name}, where.packages | {name}))  # fmt: skip
+        kernels |= {e.name for e in registry.entries() if where.vendor in e.platforms
+                    and e.kernel.is_supported(with_it) and not e.kernel.is_supported(without)}  # fmt: skip
+    known = KNOWN[name]
+    return {"package": PACKAGES[name], "installed": found.get(name), "adds": known.adds, "install": known.install,
+            "kernels_here": sorted(kernels)}  # fmt: skip
 
 
 def _plugin_failures() -> dict[str, str]:
@@ -101,8 +114,20 @@ def _device(device: str) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info(device)
         facts |= {"name": torch.cuda.get_device_name(device), "memory": total, "free": free}
     elif device == "cpu":
-        facts |= {"name": host.processor() or host.machine(), "threads": torch.get_num_threads()}
+        facts |= {"name": cpu_name(), "threads": torch.get_num_threads()} | _memory()
     return facts
+
+
+def _memory() -> dict[str, int]:
+    """Bytes of memory and of what a program could still get."""
+    pages = {name: os.sysconf(f"SC_{name}") for name in ("PHYS_PAGES", "AVPHYS_PAGES", "PAGE_SIZE")}
+    free = pages["AVPHYS_PAGES"] * pages["PAGE_SIZE"]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        pass
+    return {"memory": pages["PHYS_PAGES"] * pages["PAGE_SIZE"], "free": free}
 
 
 def read_bandwidth(device: str, nbytes: int = 1 << 27) -> float:
@@ -122,7 +147,7 @@ def _kernels(device: str) -> list[dict[str, Any]]:
     where = Platform.detect(device)
     rows = []
     for entry in registry.entries():
-        supported = entry.kernel.is_supported(where) if where.vendor in entry.platforms else None
+        supported = ask(entry.kernel.is_supported, where) if where.vendor in entry.platforms else None
         row: dict[str, Any] = {"kernel": entry.name, "device": device, "ran": False, "ok": False, "scheme": None}
         if supported is None:
             continue
@@ -135,11 +160,15 @@ def _kernels(device: str) -> list[dict[str, Any]]:
 
 def _try(kernel: type[Kernel], device: str) -> dict[str, Any]:
     """A 64×256 product in the first scheme that the kernel takes, against float64."""
-    for scheme in TRIED_SCHEMES:
-        weight = quantize(torch.randn(64, 256), scheme)
+    makers: list[tuple[str, Callable[[], QuantizedWeight]]] = [
+        *((scheme, functools.partial(quantize, torch.randn(64, 256), scheme)) for scheme in TRIED_SCHEMES),
+        *((spec.scheme, functools.partial(random_weight, spec)) for spec in default_specs() if (spec.n, spec.k) == (64, 256)),
+    ]
+    for scheme, make in makers:
+        weight = make()
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             spec: LinearSpec = weight.spec.replace(act_dtype=dtype)
-            if dtype not in kernel.act_dtypes or not kernel.can_implement(spec):
+            if dtype not in kernel.act_dtypes or not ask(kernel.can_implement, spec):
                 continue
             layer = QuantLinear(weight, act_dtype=dtype, device=device, kernel=kernel.__name__)
             x = torch.randn(5, 256).to(dtype)
@@ -150,51 +179,85 @@ def _try(kernel: type[Kernel], device: str) -> dict[str, Any]:
     return {"detail": "takes none of the schemes tried"}
 
 
-def _native_line(core: dict[str, Any]) -> str:
+def _native_line(report: dict[str, Any]) -> str:
+    core = report["native"]
     if core["available"]:
-        return f"native core: {core['isa']} of {', '.join(core['isas'])}; {core['threads']} threads, {core['threads_from']}"
-    compiler = core["compiler"] or "none found: install g++ or clang++"
-    return f"native core: [yellow]no[/], {escape(str(core.get('reason') or core.get('error')))}. C++ compiler: {escape(compiler)}"
+        return f"{core['isa']} of {', '.join(core['isas'])}; {core['threads']} threads, {core['threads_from']}"
+    compiler = "" if report["compilers"]["C++"] else ". There is no C++ compiler: install g++ or clang++, then Bitline again"
+    return f"no: {core.get('reason') or core.get('error')}{compiler}"
+
+
+def _head(report: dict[str, Any]) -> None:
+    versions = ", ".join(f"{k} {v or 'not installed'}" for k, v in report["versions"].items())
+    out.print(f"[bold]bitline {report['bitline']}[/], Python {report['python']}, {report['system']}", highlight=False)
+    grid = facts()
+    grid.add_row("libraries", versions)
+    for kind, c in report["compilers"].items():
+        if c or kind in ("C", "C++"):
+            grid.add_row(f"{kind} compiler", f"{c['version']} ({c['path']})" if c else "none")
+    grid.add_row("native core", Text(_native_line(report), "" if report["native"]["available"] else "yellow"))
+    for d in report["devices"]:
+        if "error" in d:
+            grid.add_row(Text(d["device"], "red"), d["error"])
+            continue
+        memory = f"{size(d['memory'])} of memory, {size(d['free'])} free; " if "memory" in d else ""
+        threads = f"{d['threads']} thread{'s' * (d['threads'] != 1)}; " if "threads" in d else ""
+        grid.add_row(
+            Text(d["device"], "bold"), f"{d.get('name') or d['device']}; {threads}{memory}reads {rate(d['bandwidth'], 'B/s')}"
+        )
+        grid.add_row("", d["platform"])
+    put(grid)
+
+
+def _show_packages(report: dict[str, Any]) -> None:
+    """Those that are there or could serve here with what they add, the others by name."""
+    out.print("\n[bold]optional packages[/]", highlight=False)
+    grid, elsewhere = facts(), []
+    for p in report["packages"]:
+        here = ", ".join(p.get("kernels_here", ()))
+        if p.get("error"):
+            grid.add_row(p["package"], Text(p["error"], "red"))
+        elif p["installed"]:
+            grid.add_row(p["package"], f"{p['installed']}: {p['adds']}" + ("" if here else "; none runs on this machine"))
+        elif here:
+            grid.add_row(
+                p["package"], Text("not installed", "yellow").append(f": {p['adds']}, here {here}; {p['install']}", "default")
+            )
+        else:
+            elsewhere.append(f"{p['package']} ({p['adds']}; {p['install']})")
+    put(grid)
+    if elsewhere:
+        put(hanging("nothing here needs", "; ".join(elsewhere), "dim"))
 
 
 def _show_kernels(kernels: list[dict[str, Any]]) -> None:
     """Those that ran with the figures of a small product, then those that cannot run here by their reasons."""
-    grid = table("kernel", "on", "tried", "error (allowed)", "")
+    out.print("\n[bold]kernels[/], each on one small product", highlight=False)
+    grid = table("kernel", "on", "tried", "error", "allowed", "")
     for k in (k for k in kernels if k["ran"]):
         mark = Text("ok", "green") if k["ok"] else Text("FAILED", "bold red")
-        grid.add_row(k["kernel"], k["device"], k["scheme"], f"{k['error']:.1e} ({k['allowed']:.1e})", mark)
-    out.print(grid)
+        grid.add_row(k["kernel"], k["device"], k["scheme"], f"{k['error']:.1e}", f"{k['allowed']:.1e}", mark)
+    put(grid)
     for k in (k for k in kernels if k["ran"] and not k["ok"]):
-        out.print(f"[red]{k['kernel']}[/]: {escape(str(k.get('detail')))}", highlight=False)
+        put(hanging(k["kernel"], str(k.get("detail")), "red"))
     reasons: dict[str, list[str]] = {}
     for k in (k for k in kernels if not k["ran"]):
-        reasons.setdefault(k.get("detail") or k.get("error", ""), []).append(f"{k['kernel']} ({k['device']})")
-    if reasons:
-        out.print("not here:", highlight=False)
+        where = f" ({k['device']})" if len({x["device"] for x in kernels}) > 1 else ""
+        reasons.setdefault(k.get("detail") or k.get("error", ""), []).append(short_name(k["kernel"]) + where)
     for reason, names in reasons.items():
-        out.print(f"  {escape(reason)}: [dim]{', '.join(names)}[/]", highlight=False)
+        put(hanging("not", f"{', '.join(names)}: {reason}", "dim"))
 
 
 def show(report: dict[str, Any]) -> None:
     """The report as text."""
-    versions = ", ".join(f"{k} {v or 'not installed'}" for k, v in report["versions"].items())
-    out.print(f"[bold]bitline {report['bitline']}[/], Python {report['python']}, {report['system']}", highlight=False)
-    out.print(versions, highlight=False)
-    out.print(f"C compiler: {report['compiler'] or 'none (Triton needs one on a GPU)'}", highlight=False)
-    out.print(_native_line(report["native"]), highlight=False)
-    for d in report["devices"]:
-        if "error" in d:
-            out.print(f"[red]{d['device']}[/]: {escape(d['error'])}", highlight=False)
-        else:
-            out.print(f"[bold]{d['device']}[/]: {d['platform']}; reads {size(d['bandwidth'])}/s", highlight=False)
-    grid = table("package", "installed", "adds; how to get it")
-    for p in report["packages"]:
-        grid.add_row(p["package"], p["installed"] or "-", p["adds"] if p["installed"] else f"{p['adds']}; {p['install']}")
-    out.print(grid)
+    _head(report)
+    _show_packages(report)
     _show_kernels(report["kernels"])
-    grid = table("variable", "effect (the argument wins)")
+    out.print("\n[bold]environment[/] (the argument wins)", highlight=False)
+    grid = facts()
     for v in report["environment"]:
-        grid.add_row(v["name"], f"{v['effect']}; {v['argument']}")
-    out.print(grid)
+        value = "" if v["value"] is None else f" = {v['value']}"
+        grid.add_row(v["name"] + value, f"{v['effect']}; {v['argument']}")
+    put(grid)
     for name, why in report["plugin_failures"].items():
-        out.print(f"[red]plug-in {escape(name)} failed to load[/]: {escape(why)}", highlight=False)
+        put(hanging("plug-in", f"{name} failed to load: {why}", "red"))

@@ -170,9 +170,11 @@ def _load_all() -> None:
             plugin = point.load()
             if isinstance(plugin, type) and issubclass(plugin, Kernel):
                 _add(plugin, plugin.platforms, None, point.name)
+            elif isinstance(plugin, type) or not callable(plugin):
+                raise TypeError(f"{plugin!r} is neither a Kernel class nor a function that registers some")
             else:
                 plugin()
-        except Exception as error:  # a stranger's code: whatever it raises is its own report
+        except (Exception, SystemExit) as error:  # a stranger's code: whatever it raises is its own report
             plugin_failures[point.name] = f"{type(error).__name__}: {error}"
             log.warning("kernel plug-in %s (%s) failed to load: %s", point.name, point.value, plugin_failures[point.name])
 

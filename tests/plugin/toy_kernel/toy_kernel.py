@@ -1,0 +1,40 @@
+import torch
+
+from bitline import Kernel, register_kernel
+from bitline.kernels.base import roofline
+from bitline.types import YES, no
+
+
+class ToyInt8LinearKernel(Kernel):
+    """Eight-bit weights with one scale per output, dequantized at each call."""
+
+    platforms = ("cpu",)
+    backend = "toy"
+    act_dtypes = (torch.float32,)
+
+    @classmethod
+    def can_implement(cls, spec):
+        if spec.weight.name != "int8":
+            return no(f"weight type {spec.weight}", "with int8 weights")
+        if spec.group_size != -1 or spec.block[0] != 1:
+            return no(f"scale block {spec.block}", "with one scale per output channel")
+        if spec.act is not None or spec.act_order or spec.zero != "none" or spec.scale2_block:
+            return no(f"scheme {spec.scheme}", "weight-only and symmetric")
+        return YES
+
+    @classmethod
+    def pack(cls, weight):
+        return {"codes": weight.unpacked().view(torch.int8).clone(), "scale": weight.scales().squeeze(1)}
+
+    @classmethod
+    def apply(cls, x, packed, bias, spec):
+        codes, scale = packed
+        y = (x @ codes.float().T) * scale
+        return y if bias is None else y + bias
+
+    @classmethod
+    def cost(cls, spec, platform, m):
+        return roofline(spec, platform, m, weight_bytes=5 * spec.n * spec.k, rate=platform.rates.fp32)
+
+
+register_kernel(ToyInt8LinearKernel)
