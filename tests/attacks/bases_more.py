@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import bases_variants  # noqa: F401  (more of them)
 import torch
 from bases import (
     DTYPES,

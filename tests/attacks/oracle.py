@@ -18,10 +18,11 @@ import oracle_gguf
 import oracle_int
 import oracle_other
 import oracle_quark
+import oracle_torchao
 from oracle_files import Files, Layer, NoReading, read_files
 from oracle_stacks import unstacked
 
-_CT_PACKINGS = ("auto_round:llm_compressor", "auto_round:fp8_static")
+_CT_PACKINGS = ("auto_round:llm_compressor", "auto_round:llm_compressor_nvfp4_e5m3", "auto_round:fp8_static")
 
 
 def _mxfp8(files: Files) -> dict[str, Layer]:
@@ -33,9 +34,10 @@ def _mxfp8(files: Files) -> dict[str, Layer]:
 # Families by quant_method; variants that come later add theirs here.
 FAMILIES: dict[str, Callable[[Files], dict[str, Layer]]] = {
     "gptq": oracle_int.layers, "awq": oracle_int.layers, "compressed-tensors": oracle_ct.layers, "fp8": oracle_float.fp8,
+    "fbgemm_fp8": oracle_float.fp8,
     "mxfp8": _mxfp8,
     "mxfp4": oracle_float.mxfp4, "bitsandbytes": oracle_other.bitsandbytes, "quark": oracle_quark.layers,
-    "hqq": oracle_other.hqq, "torchao": oracle_other.torchao,
+    "hqq": oracle_other.hqq, "torchao": oracle_torchao.layers,
 }  # fmt: skip
 
 
@@ -50,7 +52,7 @@ def _family(files: Files) -> Callable[[Files], dict[str, Layer]]:
     method = files.config["quant_method"]
     if method in oracle_int.AUTO_ROUND:
         packing = files.config.get("packing_format")
-        if packing in _CT_PACKINGS:
+        if packing in _CT_PACKINGS or str(files.config.get("data_type")).startswith("mx_int"):
             return oracle_ct.layers
         floats = packing is None and str(files.config.get("data_type")).startswith("fp")
         return oracle_float.fp8 if packing == "auto_round:fp8" or floats else oracle_int.layers

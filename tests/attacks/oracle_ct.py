@@ -6,7 +6,23 @@ import re
 from typing import Any
 
 import numpy as np
-from oracle_files import E2M1, E2M3, F32, F64, Files, Layer, Tensors, bias_of, demand, product, spread, stream, word_stream
+from oracle_files import (
+    E2M1,
+    E2M3,
+    F32,
+    F64,
+    UE5M3,
+    Files,
+    Layer,
+    Stored,
+    Tensors,
+    bias_of,
+    demand,
+    product,
+    spread,
+    stream,
+    word_stream,
+)
 from oracle_float import blocks, on_grid, positive
 from oracle_int import AUTO_ROUND
 
@@ -41,8 +57,11 @@ class _Scheme:
 
     def __init__(self, config: dict[str, Any], name: str) -> None:
         self.loose, self.version = True, str(config.get("version") or "")[:40]
+        self.format, self.mx_int = config.get("format"), str(config.get("data_type")).startswith("mx_int")
         if config["quant_method"] in AUTO_ROUND:
             self.weights, self.inputs = _auto_round(config, name)
+            if config.get("data_type") == "nvfp4_v2":
+                self.format = "nvfp4-e5m3-pack-quantized"
             return
         rules = [
             (target, group)
@@ -60,6 +79,7 @@ class _Scheme:
             self.weights, self.inputs = _preset(found[0].upper())
         else:
             self.loose, self.weights, self.inputs = False, found[0]["weights"], found[0].get("input_activations")
+            self.format = found[0].get("format") or self.format
 
     @property
     def bits(self) -> int:
@@ -114,7 +134,7 @@ def _auto_round(config: dict[str, Any], name: str) -> tuple[dict[str, Any], dict
             chosen |= change
     kind, size = str(chosen.get("data_type", "int")), chosen["group_size"]
     how = "block" if isinstance(size, list) else {-1: "channel", 0: "tensor"}.get(size, "group")
-    weights = {"num_bits": chosen["bits"], "type": "int" if kind.startswith("int") else "float", "strategy": how,
+    weights = {"num_bits": chosen["bits"], "type": "int" if kind.startswith(("int", "mx_int")) else "float", "strategy": how,
                "symmetric": chosen.get("sym", True), "group_size": size, "block_structure": size}  # fmt: skip
     if how == "group" and kind.startswith("nv"):
         weights["strategy"] = "tensor_group"
@@ -131,8 +151,9 @@ def _auto_round(config: dict[str, Any], name: str) -> tuple[dict[str, Any], dict
 def _layer(m: Tensors, scheme: _Scheme) -> Layer:
     if "weight_packed" in m and m["weight_packed"].dtype == "I32":
         return _words(m, scheme)
+    if "weight_packed" in m and not scheme.floating:
+        return _mx_int(m, scheme)
     if "weight_packed" in m:
-        demand(scheme.floating, "minifloats that the config calls integers")
         width = 6 if scheme.bits == 6 else 4
         n, columns = m["weight_packed"].shape
         k = columns * 8 // width
@@ -146,7 +167,8 @@ def _layer(m: Tensors, scheme: _Scheme) -> Layer:
         demand(floats or (values.min() >= -half and values.max() < half), "codes that do not fit their bits")
     block = scheme.block(n, k, m["weight_scale"].shape)
     grid = blocks(n, block[0]), blocks(k, block[1])
-    scales = on_grid(m["weight_scale"], grid)
+    scales = on_grid(_unsigned(m["weight_scale"]) if _is_e5m3(m, scheme) else m["weight_scale"], grid)
+    demand(scheme.symmetric or not scheme.floating or "weight_zero_point" not in m, "zero points of minifloats")
     if "weight" in m and "weight_packed" not in m and not scheme.floating and not scheme.symmetric:
         values = values - spread(_zeros(m, scheme, grid), n, k, *block)
     if "weight_packed" in m and "weight_global_scale" in m:
@@ -154,6 +176,32 @@ def _layer(m: Tensors, scheme: _Scheme) -> Layer:
         demand(1e-35 < divisor < float("inf"), "a global scale that nothing can be divided by")
         with np.errstate(all="ignore"):
             scales = (scales.astype(F64) * (1 / F64(divisor))).astype(F32)
+    return Layer(product(values, spread(scales, n, k, *block)), _extras(m, scheme, n))
+
+
+def _is_e5m3(m: Tensors, scheme: _Scheme) -> bool:
+    """NVFP4 without a second scale, which AutoRound writes in unsigned E5M3."""
+    said = scheme.format == "nvfp4-e5m3-pack-quantized" or scheme.weights.get("group_size") == 16
+    return "weight_packed" in m and "weight_global_scale" not in m and said
+
+
+def _unsigned(scale: Stored) -> Stored:
+    """E5M3 codes as the numbers that they are."""
+    demand(scale.dtype == "U8", "scales of another type")
+    numbers = UE5M3[scale.bytes()]
+    demand(np.isfinite(numbers).all(), "scales that are not finite")
+    return Stored("F32", scale.shape, numbers.tobytes())
+
+
+def _mx_int(m: Tensors, scheme: _Scheme) -> Layer:
+    """AutoRound's MXINT4: a sign and three binary digits, under E8M0 scales."""
+    demand(scheme.mx_int and scheme.bits == 4, "minifloats that the config calls integers")
+    n, columns = m["weight_packed"].shape
+    codes, k = stream(m["weight_packed"].bytes().reshape(n, columns), 4, 2 * columns), 2 * columns
+    values = np.where(codes > 7, -(codes & 7), codes) / 4
+    block = scheme.block(n, k, m["weight_scale"].shape)
+    demand(m["weight_scale"].dtype in ("U8", "F8_E8M0") and (m["weight_scale"].bytes() != 255).all(), "scales of another type")
+    scales = on_grid(m["weight_scale"], (blocks(n, block[0]), blocks(k, block[1])))
     return Layer(product(values, spread(scales, n, k, *block)), _extras(m, scheme, n))
 
 

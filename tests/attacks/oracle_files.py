@@ -45,6 +45,8 @@ E4M3FNUZ = _table(4, 3, 8, {0x80: _NAN})
 E5M2FNUZ = _table(5, 2, 16, {0x80: _NAN})
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], F32)
 E2M3, E3M2 = _table(2, 3, 1, {}), _table(3, 2, 3, {})
+UE5M3 = np.array([m * 2.0**-17 if not e else (8 + m) * 2.0 ** (e - 18) for e in range(32) for m in range(8)], F32)
+UE5M3[255] = _NAN  # unsigned E5M3, bias 15
 E8M0 = np.array([2.0 ** (code - 127) for code in range(255)] + [_NAN], F32)
 
 _PLAIN = {

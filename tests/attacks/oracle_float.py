@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from oracle_files import E2M1, E8M0, F32, F64, Files, Layer, Stored, Tensors, bias_of, demand, product, spread, stream
+from oracle_int import AUTO_ROUND
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ")
 NUMBER = ((), (1,), (1, 1))
@@ -44,17 +45,25 @@ def fp8(files: Files) -> dict[str, Layer]:
 
 def _fp8(m: Tensors, config: dict[str, Any]) -> Layer:
     n, k = m["weight"].shape
-    scale = next(m[key] for key in ("weight_scale_inv", "weight_scale", "scale") if key in m)
+    demand("weight_zp" not in m, "zero points of minifloats")
+    scale = next(m[key] for key in ("weight_scale_inv", "weight_scale", "scale", "qscale_weight") if key in m)
     size = config.get("weight_block_size") or config.get("group_size")
     if isinstance(size, list):
         bn, bk = size
     else:
         bn, bk = (n, k) if scale.shape in NUMBER else (1, k) if scale.shape in ((n,), (n, 1)) else (128, 128)
+    flat = isinstance(size, int) and size > 0 and scale.shape in ((n, blocks(k, size)), (n * blocks(k, size),))
+    if flat and (bn, bk) == (128, 128):  # AutoRound's groups
+        bn, bk, scale = 1, size, Stored(scale.dtype, (n, blocks(k, size)), scale.raw)
     scales = on_grid(scale, (blocks(n, bn), blocks(k, bk)))
+    if config.get("weight_scale_semantics") == "inverse":
+        demand((np.abs(scales) > 1e-35).all(), "scales that nothing can be divided by")
+        scales = 1 / scales
     extras = bias_of({"bias": m["bias"]}, n) if "bias" in m else {}
-    static = config.get("activation_scheme") == "static" and (config.get("act_bits") or 8) < 16
+    bits = config.get("act_bits") or (16 if config["quant_method"] in AUTO_ROUND else 8)
+    static = config.get("activation_scheme") == "static" and bits < 16
     if static:
-        inputs = next(m[key] for key in ("input_scale", "activation_scale") if key in m)
+        inputs = next(m[key] for key in ("input_scale", "activation_scale", "qscale_act") if key in m)
         extras["input_scale"] = positive(inputs.number())
     return Layer(product(m["weight"].floats(), spread(scales, n, k, bn, bk)), extras)
 

@@ -29,6 +29,8 @@ def layers(files: Files) -> dict[str, Layer]:
     for name in names:
         settings = _settings(config, auto, name, names)
         settings["v1"] = packing not in V2 if auto else _gptq_format(config) == "gptq"
+        settings["gptqmodel"] = "gptqmodel" in str((config.get("meta") or {}).get("quantizer", "")).lower()
+        settings["interleaved"] = config.get("pack_method") != "order"
         settings["planes"] = () if auto else (3, 5, 6, 7) if _gptq_format(config) == "gptq_p" else (5, 6, 7)
         out[name] = read(files.module(name), settings)
     return out
@@ -88,9 +90,14 @@ def _gptq(m: Tensors, settings: dict[str, Any]) -> Layer:
     bits, planar = settings["bits"], settings["bits"] in settings["planes"]
     demand(2 <= bits <= 8 and m["scales"].dtype in HALVES, "bits or scales")
     rows, n = m["qweight"].shape
-    demand(rows * 32 % bits == 0, "words that hold no whole codes")
-    k = rows * 32 // bits
-    codes = _fields(m["qweight"].words().T, bits, k, planar)
+    whole = bits if 32 % bits else 1  # words that hold whole codes
+    demand(rows % whole == 0, "words that hold no whole codes")
+    k = full = rows * 32 // bits
+    if "g_idx" in m and full - whole * 32 // bits < m["g_idx"].shape[0] <= full:
+        k = m["g_idx"].shape[0]  # the last words are not full
+    codes = _fields(m["qweight"].words().T, bits, full, planar)
+    demand(not codes[:, k:].any(), "something after the last code")
+    codes = codes[:, :k]
     scales = m["scales"].scales()
     groups = len(scales)
     demand(scales.shape == (groups, n), "scales of another width")
@@ -118,11 +125,13 @@ def _gptq(m: Tensors, settings: dict[str, Any]) -> Layer:
 def _awq(m: Tensors, settings: dict[str, Any]) -> Layer:
     bits, (k, _) = settings["bits"], m["qweight"].shape
     groups, n = m["scales"].shape
-    demand(bits in (4, 5, 6, 7) and n % 8 == 0 and m["scales"].dtype in HALVES, "not AWQ")
-    order = np.argsort(AWQ)
+    demand(2 <= bits <= 8 and m["scales"].dtype in HALVES, "not AWQ")
+    interleaved = settings["interleaved"] and (bits == 4 or (bits in (5, 6, 7) and not settings["gptqmodel"]))
+    demand(n % 8 == 0 or not interleaved, "columns that are no whole eights")
 
     def columns(words: np.ndarray) -> np.ndarray:
-        return word_stream(words, bits, n).reshape(len(words), -1, 8)[:, :, order].reshape(len(words), n)
+        codes = word_stream(words, bits, n)
+        return codes.reshape(len(words), -1, 8)[:, :, np.argsort(AWQ)].reshape(len(words), n) if interleaved else codes
 
     demand(m["qweight"].shape[1] == -(-n * bits // 32), "words of another width")
     zeros = np.full((groups, n), 1 << (bits - 1))

@@ -1,15 +1,13 @@
-"""The oracle's bitsandbytes, HQQ and torchao, from the descriptions of the formats. No code of Bitline."""
+"""The oracle's bitsandbytes and HQQ, from the descriptions of the formats. No code of Bitline."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 from oracle_files import (
     F32,
     F64,
-    HALVES,
     Files,
     Layer,
     Tensors,
@@ -18,7 +16,7 @@ from oracle_files import (
     product,
     spread,
 )  # fmt: skip
-from oracle_float import NUMBER, blocks, on_grid
+from oracle_float import NUMBER
 
 # ---- bitsandbytes --------------------------------------------------------------------------------------------------------
 
@@ -112,33 +110,3 @@ def _hqq(m: Tensors) -> Layer:
     with np.errstate(all="ignore"):
         weight = ((codes - zero) * scale).astype(F32)
     return Layer(weight.reshape(n, k), bias_of(m, n), 0.0 if exact else 2.0**-22)
-
-
-# ---- torchao -------------------------------------------------------------------------------------------------------------
-
-
-def torchao(files: Files) -> dict[str, Layer]:
-    """Every module with a _weight_qdata."""
-    names = [name.removesuffix("._weight_qdata") for name in files.tensors if name.endswith("._weight_qdata")]
-    return {name: _torchao(files.module(name), json.loads(files.metadata[f"{name}.weight"])) for name in names}
-
-
-def _torchao(m: Tensors, described: dict[str, Any]) -> Layer:
-    data, stored = described["_data"], m["_weight_qdata"]
-    (n, k), (bn, bk) = stored.shape, data["block_size"]
-    floats = described["_type"] == "Float8Tensor"
-    demand(stored.dtype in (("F8_E4M3", "F8_E5M2") if floats else ("I8",)), "other codes")
-    values = stored.floats() if floats else stored.integers()
-    bn, bk = min(bn, n), min(bk, k)
-    grid = blocks(n, bn), blocks(k, bk)
-    width = int(data["target_dtype"]["_data"].removeprefix("int")) if described["_type"].startswith("Intx") else 8
-    half = 1 << (width - 1)
-    demand(floats or (values.min() >= -half and values.max() < half), "codes that do not fit their bits")
-    if "_weight_zero_point" in m and not floats:
-        stored = m["_weight_zero_point"]
-        zero = (stored.floats() if stored.dtype in HALVES else stored.integers()).reshape(grid)
-        demand((zero == np.round(zero)).all(), "zero points that are fractions")
-        demand(zero.min() >= -half and zero.max() < half, "zero points that do not fit their bits")
-        values = values - spread(zero, n, k, bn, bk)
-    demand(m["_weight_scale"].shape not in NUMBER[1:] or grid == (1, 1) or grid[0] == 1, "scales of another shape")
-    return Layer(product(values, spread(on_grid(m["_weight_scale"], grid), n, k, bn, bk)), bias_of(m, n))

@@ -14,6 +14,7 @@ from oracle_files import (
     F64,
     HALVES,
     SIZES,
+    UE5M3,
     Files,
     Layer,
     Stored,
@@ -33,8 +34,6 @@ _INTEGERS = {"int2": (2, True, 1), "uint2": (2, False, 4), "int3": (3, True, 0),
              "int8": (8, True, 1), "uint8": (8, False, 1)}  # fmt: skip
 _SMALL = {"fp4": (4, E2M1), "fp6_e2m3": (6, E2M3), "fp6_e3m2": (6, E3M2)}
 _EIGHT = {"fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
-_UE5M3 = np.array([m * 2.0**-17 if not e else (8 + m) * 2.0 ** (e - 18) for e in range(32) for m in range(8)], F32)
-_UE5M3[255] = np.nan
 
 
 def layers(files: Files) -> dict[str, Layer]:
@@ -101,17 +100,22 @@ def _integers(m: Tensors, spec: dict[str, Any], reorder: bool) -> Layer:
     if "weight_zero_point" in m:
         zero = _zeros(m["weight_zero_point"], spec, grid, reorder)
         demand(not (symmetric and zero.any()), "zero points of a symmetric weight")
-    numbers = "weight_zero_point" in m and m["weight_zero_point"].dtype in HALVES
+    numbers = "weight_zero_point" in m and _numbers(m["weight_zero_point"], spec)
     with np.errstate(all="ignore"):
         weight = ((codes - spread(zero, n, k, bn, bk)) * scales.astype(F64)).astype(F32)
     return Layer(weight, bias_of(m, n), 2.0**-18 if numbers and not symmetric else 0.0)
 
 
+def _numbers(stored: Stored, spec: dict[str, Any]) -> bool:
+    """Whether zero points are numbers of their own, not packed and not bound to the codes' range."""
+    return stored.dtype in HALVES or spec.get("zero_point_type") == "float32"
+
+
 def _zeros(stored: Stored, spec: dict[str, Any], grid: tuple[int, int], reorder: bool) -> np.ndarray:
     """Zero points on the grid of the scales: numbers, or integers packed as the weight's codes are."""
     grouped, dtype = spec["qscheme"] == "per_group", spec["dtype"]
-    if stored.dtype in HALVES:
-        zero = stored.floats().astype(F64)
+    if _numbers(stored, spec):
+        zero = (stored.floats() if stored.dtype in HALVES else stored.integers()).astype(F64)
         demand(np.isfinite(zero).all(), "zero points that are not finite")
         return (zero.T if zero.ndim == 2 else zero).reshape(grid)
     if grid == (1, 1) and not grouped:
@@ -148,7 +152,7 @@ def _floats(m: Tensors, spec: dict[str, Any], two: bool) -> Layer:
     bn, bk = _block(spec, n, k)
     if said == "e5m3" and not two:
         demand(scale.dtype == "U8", "scales of another type")
-        numbers = _UE5M3[scale.bytes()]
+        numbers = UE5M3[scale.bytes()]
         demand(np.isfinite(numbers).all(), "scales that are not finite")
         scale = Stored("F32", scale.shape, numbers.tobytes())
     demand(said != "e8m0" or two or scale.dtype in ("U8", "F8_E8M0"), "scales of another type")

@@ -1,6 +1,6 @@
 """Seeded mutations of good checkpoints of every family: the right weight, or an error that says where. See README.md.
 
-BITLINE_TEST_MUTATIONS is how many there are, 50,000 by default.
+BITLINE_TEST_MUTATIONS is how many there are, 50,000 by default; BITLINE_TEST_SEED, any text, makes others of them.
 """
 
 from __future__ import annotations

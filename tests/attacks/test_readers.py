@@ -1,0 +1,140 @@
+"""Every good checkpoint has exactly one built-in reader, and what nobody reads is said to be so.
+
+If two readers took a checkpoint for their own, its weights would depend on which is asked first.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import json
+import pkgutil
+from pathlib import Path
+
+import bases_gguf
+import bases_more  # noqa: F401  (its families are among the bases once it is imported)
+import corpus_float  # noqa: F401
+import pytest
+import torch
+from bases import FAMILIES, LAYER, write
+from safetensors.torch import save_file
+
+from bitline import CheckpointError, formats, open_checkpoint
+from bitline.checkpoint import NOT_YET
+from bitline.formats.source import SafetensorsSource
+
+CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "checkpoints"
+CASES = sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir())
+
+
+@functools.cache
+def readers():
+    """Every built-in reader by its name, whatever the order that they are asked in."""
+    modules = (importlib.import_module(f"bitline.formats.{found.name}") for found in pkgutil.iter_modules(formats.__path__))
+    found = [module.READER for module in modules if hasattr(module, "READER")]
+    names = [reader.name for reader in found]
+    assert len(set(names)) == len(names) >= 11
+    return found
+
+
+def claims(source):
+    """The names of the readers that take a checkpoint for their own."""
+    return [reader.name for reader in readers() if reader.matches(source)]
+
+
+def one(path):
+    checkpoint = open_checkpoint(path)
+    assert claims(checkpoint.source) == [checkpoint.format] and checkpoint.layers()
+    return checkpoint.format
+
+
+@pytest.mark.parametrize("base", FAMILIES)
+def test_a_base_of_the_attacks(base, tmp_path):
+    one(write(tmp_path, *FAMILIES[base]()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fixture(case):
+    one(CHECKPOINTS / case)
+
+
+@pytest.mark.parametrize("kind", bases_gguf.TYPES)
+def test_a_gguf_file(kind, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(bases_gguf.file(kind)[0])
+    assert one(tmp_path / "model.gguf") == "gguf"
+
+
+def test_every_reader_has_a_base(tmp_path):
+    found = {"gguf"}
+    for i, base in enumerate(FAMILIES):
+        (tmp_path / str(i)).mkdir()
+        found.add(open_checkpoint(write(tmp_path / str(i), *FAMILIES[base]())).format)
+    assert found == {reader.name for reader in readers()}
+
+
+def test_a_gguf_file_beside_another_checkpoints_config(tmp_path):
+    """The file says what it is: a config in its folder belongs to something else."""
+    write(tmp_path, *FAMILIES["gptq"]())
+    (tmp_path / "model.gguf").write_bytes(bases_gguf.file("Q4_0")[0])
+    assert one(tmp_path / "model.gguf") == "gguf" and one(tmp_path / "model.safetensors") == "gptq"
+
+
+METHODS = (
+    "gptq", "awq", "auto-round", "intel/auto-round", "inc", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp8", "mxfp4",
+    "modelopt", "modelopt_fp4", "bitsandbytes", "quark", "hqq", "torchao", "gguf",
+)  # fmt: skip
+PACKINGS = (
+    None, "auto_round", "auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq", "auto_round:fp8",
+    "auto_round:fp8_static", "auto_round:llm_compressor", "auto_round:llm_compressor_nvfp4_e5m3", "auto_round:mx_int4", "int", 7,
+)  # fmt: skip
+TYPES = (None, "int", "int_sym", "fp", "fp8", "fp8_sym", "mx_fp", "mx_int", "mx_int4", "nv_fp4", 4)
+
+
+def test_no_config_is_anyones_twice(tmp_path):
+    """Whatever AutoRound's names for layouts and types stand beside: a name that nobody knows is nobody's."""
+    save_file({f"{LAYER}.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    found = {}
+    for method, packing, kind in itertools.product(METHODS, PACKINGS, TYPES):
+        config = {"quant_method": method, "packing_format": packing, "data_type": kind}
+        config = {key: value for key, value in config.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+        names = claims(SafetensorsSource(tmp_path))
+        assert len(names) <= 1, f"{config}: {names}"
+        found[method, packing, kind] = names
+    assert found["auto-round", None, "int"] == ["gptq"] and found["auto-round", "auto_round:awq", "int"] == ["awq"]
+    assert found["auto-round", "int", "mx_fp"] == found["gguf", None, None] == []
+
+
+@pytest.mark.parametrize("method", [*NOT_YET, "gguf", "made-up", "GPTQ-like", "", "none of these"])
+def test_what_no_reader_takes(method, tmp_path):
+    """The error names the method, where it is said, who could have read it and what to do."""
+    config = {"quant_method": method} | (
+        {"packing_format": "auto_round:of-tomorrow"} if method.endswith("auto-round") or method == "inc" else {}
+    )
+    write(tmp_path, {f"{LAYER}.weight": torch.ones(2, 2)}, config)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    error, text = caught.value, str(caught.value)
+    assert not claims(SafetensorsSource(tmp_path))
+    assert error.file == str(tmp_path / "config.json") and repr(method.lower()) in error.found
+    assert error.field == ("packing_format" if "packing_format" in config else "quant_method") and error.found in text
+    assert ("not supported yet [" in text) == (method in NOT_YET)
+    assert all(f" {reader.name}" in error.expected.replace(",", "") for reader in readers())
+    assert "register_format" in error.fix
+
+
+@pytest.mark.parametrize("suffix", ["qweight", "weight_packed", "weight"])
+def test_codes_without_a_config(suffix, tmp_path):
+    """Nobody's checkpoint, and no plain one either."""
+    save_file({f"{LAYER}.{suffix}": torch.ones(2, 2, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert not claims(checkpoint.source) and not checkpoint.format
+    with pytest.raises(CheckpointError, match="does not account for") as caught:
+        checkpoint.layers()
+    assert caught.value.tensor == f"{LAYER}.{suffix}" and caught.value.found == "no quantization config"
+
+
+def test_a_plain_checkpoint_is_nobodys(tmp_path):
+    write(tmp_path, {f"{LAYER}.weight": torch.ones(2, 2)}, {})
+    assert not claims(SafetensorsSource(tmp_path)) and open_checkpoint(tmp_path).layers() == []
