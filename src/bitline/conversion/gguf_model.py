@@ -63,7 +63,7 @@ class GGUFModel:
         """llama.cpp's name of a module, from the table of one layer: tables grow with the number that a config says."""
         match = _NUMBERED.fullmatch(stem)
         if match is None:
-            return table.get_name(stem)  # type: ignore[no-any-return]
+            return table.get_name(stem)
         layers = self._number("num_hidden_layers")
         if len(match[2]) > 9 or int(match[2]) >= layers:
             raise self._error("a tensor belongs to a layer that config.json does not have", stem, f"{layers} layers")
