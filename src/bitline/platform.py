@@ -260,6 +260,11 @@ def cpu_features() -> frozenset[str]:
     return frozenset(found)
 
 
+def cpu_name() -> str:
+    """What the CPU calls itself, else its architecture."""
+    return _cpuinfo("model name") or host.processor() or host.machine()
+
+
 def _torch_cpu_flags() -> set[str]:
     query = getattr(torch.cpu, "get_capabilities", None)  # absent before torch 2.12
     return {name for name, value in query().items() if value is True} if query else set()

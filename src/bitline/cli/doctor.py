@@ -21,7 +21,7 @@ from rich.text import Text
 from bitline import __version__, checkpoint, env, native
 from bitline.cli.main import out
 from bitline.cli.packages import KNOWN
-from bitline.cli.render import facts, hanging, put, rate, size, table
+from bitline.cli.render import at_commas, facts, hanging, put, rate, size, table
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
 from bitline.linear import QuantLinear
@@ -53,7 +53,7 @@ def doctor_report() -> dict[str, Any]:
         "compilers": {kind: _compiler(names) for kind, names in _COMPILERS.items()},
         "native": _guarded({"available": False}, native.report),
         "devices": [_guarded({"device": d}, functools.partial(_device, d)) for d in devices],
-        "packages": [_guarded({"package": PACKAGES[name]}, functools.partial(_package, name, found, devices)) for name in PACKAGES],
+        "packages": [_guarded({"package": PACKAGES[p]}, functools.partial(_package, p, found, devices)) for p in PACKAGES],
         "plugin_failures": _plugin_failures(),
         "environment": [{"name": v.name, "effect": v.effect, "argument": v.argument, "value": env.environment().get(v.name)}
                         for v in env.VARIABLES],
@@ -182,7 +182,7 @@ def _try(kernel: type[Kernel], device: str) -> dict[str, Any]:
 def _native_line(report: dict[str, Any]) -> str:
     core = report["native"]
     if core["available"]:
-        return f"{core['isa']} of {', '.join(core['isas'])}; {core['threads']} threads, {core['threads_from']}"
+        return f"{core['isa']} of {', '.join(core['isas'])}; {_count(core['threads'], 'thread')}, {core['threads_from']}"
     compiler = "" if report["compilers"]["C++"] else ". There is no C++ compiler: install g++ or clang++, then Bitline again"
     return f"no: {core.get('reason') or core.get('error')}{compiler}"
 
@@ -200,12 +200,11 @@ def _head(report: dict[str, Any]) -> None:
         if "error" in d:
             grid.add_row(Text(d["device"], "red"), d["error"])
             continue
-        memory = f"{size(d['memory'])} of memory, {size(d['free'])} free; " if "memory" in d else ""
-        threads = f"{d['threads']} thread{'s' * (d['threads'] != 1)}; " if "threads" in d else ""
-        grid.add_row(
-            Text(d["device"], "bold"), f"{d.get('name') or d['device']}; {threads}{memory}reads {rate(d['bandwidth'], 'B/s')}"
-        )
-        grid.add_row("", d["platform"])
+        said = [d.get("name") or d["device"], _count(d["threads"], "thread") if "threads" in d else ""]
+        said += [f"{size(d['memory'])} of memory, {size(d['free'])} free" if "memory" in d else ""]
+        said += [f"reads {rate(d['bandwidth'], 'B/s')}"]
+        grid.add_row(Text(d["device"], "bold"), "; ".join(filter(None, said)))
+        grid.add_row("", at_commas(d["platform"], out.width - 16))
     put(grid)
 
 
@@ -214,20 +213,31 @@ def _show_packages(report: dict[str, Any]) -> None:
     out.print("\n[bold]optional packages[/]", highlight=False)
     grid, elsewhere = facts(), []
     for p in report["packages"]:
-        here = ", ".join(p.get("kernels_here", ()))
+        here = ", ".join(map(short_name, p.get("kernels_here", ())))
         if p.get("error"):
             grid.add_row(p["package"], Text(p["error"], "red"))
         elif p["installed"]:
-            grid.add_row(p["package"], f"{p['installed']}: {p['adds']}" + ("" if here else "; none runs on this machine"))
+            grid.add_row(p["package"], f"{p['installed']}: {p['adds']}; " + (f"here {here}" if here else "none for this machine"))
         elif here:
-            grid.add_row(
-                p["package"], Text("not installed", "yellow").append(f": {p['adds']}, here {here}; {p['install']}", "default")
-            )
+            said = Text("not installed", "yellow").append(f"; would add {here} here. {_first_upper(p['install'])}", "default")
+            grid.add_row(p["package"], said)
         else:
-            elsewhere.append(f"{p['package']} ({p['adds']}; {p['install']})")
+            elsewhere.append(p)
     put(grid)
     if elsewhere:
-        put(hanging("nothing here needs", "; ".join(elsewhere), "dim"))
+        out.print("not installed, and for other machines", style="dim", highlight=False)
+    grid = facts()
+    for p in elsewhere:
+        grid.add_row(Text(p["package"], "dim"), Text(f"{p['adds']}; {p['install']}", "dim"))
+    put(grid)
+
+
+def _first_upper(text: str) -> str:
+    return text if text.startswith("pip ") else text[:1].upper() + text[1:]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _show_kernels(kernels: list[dict[str, Any]]) -> None:

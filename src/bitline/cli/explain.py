@@ -3,56 +3,111 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
-from rich.text import Text
 
 from bitline import bits
 from bitline.checkpoint import open_checkpoint
+from bitline.cli import packages
 from bitline.cli.fetch import local_path
-from bitline.cli.main import dtype_of, out
-from bitline.cli.render import table
-from bitline.cli.run import policy_of
+from bitline.cli.options import dtype_of
+from bitline.cli.render import layer_names
+from bitline.cli.scheme import scheme_text
 from bitline.errors import InputError
 from bitline.platform import Platform
-from bitline.select import Choice, choose, seconds, short_name
+from bitline.select import Choice, Policy, choose
 from bitline.skeleton import default_dtype
 from bitline.types import LinearSpec, dtype_name
 from bitline.weight import QuantizedWeight
 
 
-def explain_report(
-    path: Path, platform: str, m: tuple[int, ...], dtype: str, tp: int, kernel: str | None, backend: str | None, strict: bool,
-    batch_invariant: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Every figure of the command: one choice per distinct layer; where tp > 1, per cut and per kernel that its ranks get."""
-    where = Platform.parse(platform) if platform else Platform.detect()
-    policy = policy_of(kernel, backend, strict, m=m, batch_invariant=batch_invariant)
+def explain_report(path: Path, platform: Platform | None, policy: Policy, dtype: str = "auto", tp: int = 1) -> dict[str, Any]:
+    """Every figure of the command: one choice per distinct layer; where tp > 1, per cut and per kernel that its ranks get.
+
+    platform: None is this machine's CPU. docs/command-line.md describes the keys.
+    """
+    where, computing = platform or Platform.detect(), dtype_of(dtype)
     checkpoint = open_checkpoint(local_path(str(path)))
-    act = dtype_of(dtype) or default_dtype(checkpoint, where)
+    act = computing or default_dtype(checkpoint, where)
     layers: dict[LinearSpec, list[str]] = defaultdict(list)
     for record in checkpoint.layers():
         layers[record.spec.replace(act_dtype=act)].append(record.name)
-    plans = []
-    for spec, names in layers.items():
-        for cut, parts in cuts(spec, tp).items():
-            chosen: dict[str, tuple[Choice, list[int]]] = {}
-            for rank, part in enumerate(parts):
-                choice = choose(part, where, policy)
-                chosen.setdefault(choice.best.name, (choice, []))[1].append(rank)
-            for choice, ranks in chosen.values():
-                plans.append({"layers": len(names), "example": names[0], "cut": cut, "ranks": ranks, **choice.to_dict()})
+    parts = [(spec, names, cut, parts) for spec, names in layers.items() for cut, parts in cuts(spec, tp).items()]
+    pick = lambda part: choose(part, where, policy)
+    plans = [plan for entry in parts for plan in _plans(*entry, pick)]
     return {
-        "path": str(checkpoint.path),
-        "format": checkpoint.format,
-        "platform": str(where),
-        "activations": dtype_name(act),
-        "tp": tp,
-        "plans": plans,
-    }
+        "path": str(checkpoint.path), "format": checkpoint.format, "platform": str(where), "activations": dtype_name(act),
+        "tp": tp, "m": list(policy.m), "layers": sum(map(len, layers.values())),
+        "rates": {"bandwidth": where.rates.bandwidth, "bf16": where.rates.of("bf16"), "int8": where.rates.of("int8"),
+                  "fp8": where.rates.of("fp8")},
+        "policy": {"kernel": policy.kernel, "backend": policy.backend, "strict": policy.strict,
+                   "disabled": sorted(policy.disabled), "batch_invariant": policy.batch_invariant,
+                   "deterministic": policy.deterministic},
+        "plans": plans, "totals": _totals(plans), "if_installed": _if_installed(plans, parts, where, policy),
+    }  # fmt: skip
+
+
+Parts = tuple[LinearSpec, list[str], str, list[LinearSpec]]  # the layer's spec, its names, how it is cut, what each rank has
+
+
+def _plans(spec: LinearSpec, names: list[str], cut: str, parts: list[LinearSpec], pick: Callable[..., Choice]) -> Iterable[Any]:
+    """One for each kernel that ranks get."""
+    chosen: dict[str, tuple[Choice, list[int]]] = {}
+    made = {part: pick(part) for part in dict.fromkeys(parts)}
+    for rank, part in enumerate(parts):
+        chosen.setdefault(made[part].best.name, (made[part], []))[1].append(rank)
+    for choice, ranks in chosen.values():
+        facts = choice.to_dict()
+        for fact, c in zip(facts["candidates"], choice.candidates, strict=True):
+            fact["kind"] = packages.kind(c, choice)
+            if fact["kind"] == "machine":  # a package would not help
+                why = packages.obstacle(c, choice.platform)
+                fact["reason"], fact["fix"] = why.reason, why.fix
+            fact["does_scheme"] = c.verdict.ok or packages.does(c.kernel, choice.spec)
+            fact["package"] = packages.missing(c, choice.platform) if fact["kind"] == "package" else None
+        yield {
+            "layers": len(names), "names": layer_names(names, short=True), "example": names[0], "cut": cut, "ranks": ranks,
+            "whole_shape": [spec.n, spec.k], "weights": scheme_text(spec), **facts,
+            "cost_seconds": facts["candidates"][0]["cost_seconds"], "packed_bytes": choice.kernel.packed_bytes(choice.spec),
+        }  # fmt: skip
+
+
+def _totals(plans: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds and bytes of all layers on one rank, for each way to cut: the slowest rank's and the largest one's."""
+    slowest: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for p in plans:
+        slowest[p["cut"]][p["example"]].append(p)
+    return {
+        cut: {
+            "cost_seconds": {m: sum(max(p["cost_seconds"].get(m, 0.0) for p in ps) * ps[0]["layers"] for ps in of.values())
+                             for m in next(iter(of.values()))[0]["cost_seconds"]},
+            "packed_bytes": sum(max(p["packed_bytes"] for p in ps) * ps[0]["layers"] for ps in of.values()),
+        }
+        for cut, of in slowest.items()
+    }  # fmt: skip
+
+
+def _if_installed(plans: list[dict[str, Any]], parts: list[Parts], where: Platform, policy: Policy) -> list[dict[str, Any]]:
+    """For each missing package that would be chosen somewhere: where, and what the layers' time would be."""
+    wanted = {c["package"] for p in plans for c in p["candidates"] if c["package"] and c["does_scheme"]}
+    now, found = _totals(plans), []
+    for package in sorted(wanted):
+        more = replace(where, packages=where.packages | {package})
+        pick = lambda part, more=more: choose(part, more, policy)
+        other = [plan for entry in parts for plan in _plans(*entry, pick)]
+        taken = [p for p in other if p["kernel"] not in {q["kernel"] for q in plans if q["example"] == p["example"]}]
+        if taken:
+            found.append({
+                "package": packages.PACKAGES[package], "install": packages.KNOWN[package].install,
+                "kernels": sorted({p["kernel"] for p in taken}),
+                "layers": sum({p["example"]: p["layers"] for p in taken}.values()),
+                "totals": _totals(other), "now": now,
+            })  # fmt: skip
+    return found
 
 
 def cuts(spec: LinearSpec, tp: int) -> dict[str, list[LinearSpec]]:
@@ -87,41 +142,3 @@ def hollow(spec: LinearSpec) -> QuantizedWeight:
         input_multiplier=make((spec.k,)) if spec.input_multiplier else None,
         bias=make((spec.n,)) if spec.bias else None,
     )  # fmt: skip
-
-
-def elsewhere(candidates: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Kernels that do not run on the platform at all, by their reason."""
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for c in candidates:
-        if not c["cost_seconds"]:
-            reasons[c["reason"] + (f"; would run on {c['fix']}" if c["fix"] else "")].append(short_name(c["kernel"]))
-    return reasons
-
-
-def show(report: dict[str, Any]) -> None:
-    """The report as text: a table of candidates under each distinct layer."""
-    where = f"[bold]{escape(report['path'])}[/] ({report['format']})"
-    out.print(f"{where} on [bold]{report['platform']}[/], activations {report['activations']}", highlight=False, soft_wrap=True)
-    if not report["plans"]:
-        out.print("no quantized linear layer in this checkpoint")
-    for p in report["plans"]:
-        n, k = p["shape"]
-        cut = f", {p['cut']} cut over {report['tp']} ranks" if p["cut"] else ""
-        if cut and len(p["ranks"]) < report["tp"]:
-            cut += f": rank{'s' * (len(p['ranks']) > 1)} {', '.join(map(str, p['ranks']))}"
-        example = escape(p["example"])
-        out.print(f"\n[bold]{p['layers']} × {n}×{k}[/] {p['scheme']}{cut} (for example {example})", highlight=False)
-        ms = list(p["candidates"][0]["cost_seconds"])
-        here = [c for c in p["candidates"] if c["cost_seconds"]]
-        grid = table("", "kernel", *(f"M={m}" for m in ms), "why, and what would change it")
-        for i, c in enumerate(here):
-            why = "chosen" if i == 0 else c["reason"] + (f"; would run {c['fix']}" if c["fix"] else "")
-            mark = Text("→", "green") if i == 0 else Text("yes", "green") if c["ok"] else Text("no", "red")
-            grid.add_row(mark, short_name(c["kernel"]), *(seconds(c["cost_seconds"][m]) for m in ms), why or "slower")
-        out.print(grid)
-        for reason, names in elsewhere(p["candidates"]).items():
-            out.print(f"[red]no[/]  {', '.join(names)}: {escape(reason)}", highlight=False)
-        if p["note"]:
-            out.print(f"[yellow]{escape(p['note'])}[/]", highlight=False)
-        if p["degraded"]:
-            out.print("[yellow]degraded[/]: the reference runs although this machine has a faster kernel")

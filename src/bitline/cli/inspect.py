@@ -16,6 +16,7 @@ from bitline.cli import oddities
 from bitline.cli.fetch import local_path
 from bitline.cli.main import out
 from bitline.cli.render import layer_names, size, table
+from bitline.cli.scheme import inputs_text
 from bitline.formats.base import LayerRecord
 from bitline.types import ActSpec, LinearSpec, dtype_name
 
@@ -66,14 +67,10 @@ def scale_block(spec: LinearSpec) -> str:
 
 
 def inputs(kind: dict[str, Any]) -> str:
-    """A kind's activation scheme: `16 bit`, `fp8 token`, `int8 static asym`, `fp4 g16 e4m3`; what is not static is dynamic."""
+    """A kind's activation scheme: `16 bit`, or what `inputs_text` says."""
     text = "16 bit"
     if kind["activations"]:
-        act = ActSpec.parse(kind["activations"])
-        how = f"g{act.group_size}" if act.group_size else act.granularity
-        short = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8 e5m2", "float4_e2m1": "fp4"}.get(act.dtype.name, act.dtype.name)
-        parts = [short, how if act.dynamic else "static"]
-        text = " ".join(parts + ([] if act.symmetric else ["asym"]) + ([] if act.scale == "float" else [act.scale]))
+        text = inputs_text(ActSpec.parse(kind["activations"]))
     return text + (", scaled" if kind["input_multiplier"] else "")
 
 

@@ -14,11 +14,13 @@ import typer
 from rich.console import Console
 
 from bitline import __version__
-from bitline.errors import BitlineError, InputError
+from bitline.errors import BitlineError
 
 app = typer.Typer(
     name="bitline",
     help="Runs the linear layers of any quantized model, on any machine, and says why it runs them as it does.",
+    epilog="Exit codes: 0 done; 1 a file, the machine or a result was at fault; 2 the command line was; 130 Ctrl-C. With --json "
+    'every answer is one JSON object on stdout, an error is {"error": {...}}. docs/command-line.md describes both.',
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,9 +32,14 @@ out = Console()
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Backend = Annotated[str | None, typer.Option(help="Use this provider's kernels where they can run the layer, or auto.")]
-KernelName = Annotated[str | None, typer.Option("--kernel", help="Use this kernel class where it can run the layer, or auto.")]
-Strict = Annotated[bool, typer.Option(help="Fail where --kernel or --backend cannot run a layer, instead of falling back.")]
+Backend = Annotated[str | None, typer.Option(metavar="NAME", help="Use this provider's kernels where they can run a layer.")]
+KernelName = Annotated[str | None, typer.Option("--kernel", metavar="CLASS", help="Use this kernel where it can run a layer.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail where --kernel or --backend cannot run a layer.")]
+PolicyWords = Annotated[
+    str | None, typer.Option("--policy", metavar="WORDS", help="Only such kernels: batch_invariant, deterministic, or both.")
+]
+Disable = Annotated[str | None, typer.Option("--disable", metavar="CLASSES", help="Never use these kernels: A,B.")]
+Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="Activations: auto, bfloat16, float16 or float32.")]
 
 
 def run() -> None:
@@ -91,7 +98,7 @@ def _plain(value: Any) -> Any:
 
 def rows_of_m(text: str) -> tuple[int, ...]:
     """`1,16,512` to numbers."""
-    parts = [p.strip() for p in text.split(",") if p.strip()]
+    parts = list(dict.fromkeys(p.strip() for p in text.split(",") if p.strip()))
     if not parts or not all(p.isascii() and p.isdigit() and 0 < int(p) <= 1 << 16 for p in parts):
         raise typer.BadParameter("give whole numbers from 1 to 65536, separated by commas, as in 1,16,512", param_hint="--m")
     return tuple(int(p) for p in parts)
@@ -113,22 +120,26 @@ def _main(
 def run_model(
     model: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or the packaged model: smollm2.")],
     prompt: Annotated[
-        str, typer.Option("--prompt", "-p", help="The text to continue; with --chat, the message.")
+        str, typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue; with --chat, the message.")
     ] = "The capital of France is",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, xpu.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Activations: auto, bfloat16, float16 or float32.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Longest answer.")] = 128,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, xpu.")] = "cpu",
+    dtype: Dtype = "auto",
     kernel: KernelName = None,
     backend: Backend = None,
     strict: Strict = False,
+    policy: PolicyWords = None,
+    disable: Disable = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     check: Annotated[bool, typer.Option(help="Compare one layer of each kind with the reference at the end.")] = True,
     as_json: Json = False,
 ) -> None:
     """Load a quantized model, print the plan, stream the answer, and say how fast it was and how right."""
+    from bitline.cli.options import policy_of
     from bitline.cli.run import run_report
 
-    report = run_report(model, prompt, max_new_tokens, device, dtype, kernel, backend, strict, chat, check, quiet=as_json)
+    asked = policy_of(kernel, backend, strict, policy, disable)
+    report = run_report(model, prompt, max_new_tokens, device, dtype, asked, chat, check, quiet=as_json)
     if as_json:
         emit(report)
     if check and not all(row["ok"] for row in report["checks"]):
@@ -152,26 +163,33 @@ def inspect(
     emit(report) if as_json else show(report)
 
 
-@app.command()
+@app.command(epilog="For example: bitline explain MODEL --platform cuda:sm90,flashinfer --m 1,16,512 --tp 2")
 def explain(
     path: Annotated[Path, typer.Argument(help="A checkpoint folder, a .gguf file, or smollm2.")],
     platform: Annotated[
-        str, typer.Option(help="Any machine: cpu:avx512,amx  cuda:sm90  rocm:gfx942  xpu. By default this one's CPU.")
+        str,
+        typer.Option(metavar="P", help="Any machine: cpu:avx512,amx  cuda:sm90  rocm:gfx942  xpu; packages may follow. "
+                     "By default this one's CPU."),
     ] = "",
-    m: Annotated[str, typer.Option("--m", help="Numbers of rows that the layers will see.")] = "1,256",
-    dtype: Annotated[str, typer.Option(help="Activations: auto, bfloat16, float16 or float32.")] = "auto",
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Cut every layer over this many ranks first.")] = 1,
+    m: Annotated[str, typer.Option("--m", metavar="1,16,512", help="Numbers of rows that the layers will see.")] = "1,256",
+    dtype: Dtype = "auto",
+    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Cut every layer over this many ranks first.")] = 1,
     kernel: KernelName = None,
     backend: Backend = None,
     strict: Strict = False,
-    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Only batch-invariant kernels.")] = False,
+    policy: PolicyWords = None,
+    disable: Disable = None,
+    everything: Annotated[bool, typer.Option("--all", help="Say every reason of every kernel.")] = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Say which kernel each kind of layer would run on, on this or any other machine, and why not on the others."""
-    from bitline.cli.explain import explain_report, show
+    from bitline.cli.explain import explain_report
+    from bitline.cli.explain_show import show
+    from bitline.cli.options import platform_of, policy_of
 
-    report = explain_report(path, platform, rows_of_m(m), dtype, tp, kernel, backend, strict, batch_invariant)
-    emit(report) if as_json else show(report)
+    asked = policy_of(kernel, backend, strict, policy, disable, m=rows_of_m(m))
+    report = explain_report(path, platform_of(platform), asked, dtype, tp)
+    emit(report) if as_json else show(report, everything)
 
 
 @app.command()
@@ -201,13 +219,3 @@ def doctor(as_json: Json = False) -> None:
     emit(report) if as_json else show(report)
     if not all(row["ok"] for row in report["kernels"] if row["ran"]):
         raise typer.Exit(1)
-
-
-def dtype_of(name: str) -> Any:
-    """The torch dtype of a --dtype option, None for auto."""
-    import torch
-
-    names = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if name not in names:
-        raise InputError("unknown --dtype", found=name, expected=", ".join(names))
-    return names[name]

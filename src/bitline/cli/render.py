@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from bitline.cli.main import out
 
 _MOST_KINDS = 8  # of layers, named in one row
 
@@ -29,11 +32,57 @@ def table(*columns: str) -> Grid:
     return grid
 
 
+def put(renderable: RenderableType) -> None:
+    """Print without the blanks that fill a table's lines: in a file or a pipe they are only in the way."""
+    if out.is_terminal:
+        out.print(renderable)
+        return
+    with out.capture() as caught:
+        out.print(renderable)
+    out.print("\n".join(line.rstrip() for line in caught.get().splitlines()), markup=False, highlight=False, soft_wrap=True)
+
+
+def hanging(label: str, text: str, style: str = "") -> Table:
+    """A label and a text whose further lines stand under its first."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(f"  {label}" if label else " ", style), Text(text))
+    return grid
+
+
+def facts() -> Table:
+    """A grid of names and what is said of them, whose further lines stand under the first."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def at_commas(text: str, width: int) -> str:
+    """A list without blanks, to be copied as it is, in lines that end at a comma."""
+    lines = [""]
+    for word in text.replace(",", ",\n").splitlines():
+        if lines[-1] and cell_len(lines[-1] + word) > max(width, 20):
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(lines)
+
+
+def rate(value: float, unit: str) -> str:
+    """790 Top/s, 17.0 GB/s: a number per second in the largest unit that it reaches."""
+    for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= factor:
+            digits = value / factor
+            return f"{digits:.0f} {prefix}{unit}" if digits >= 100 else f"{digits:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
 def size(count: float) -> str:
     """Bytes in kB (10**3), MB or GB."""
     if count >= 1e9:
         return f"{count / 1e9:.2f} GB"
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 or count == 0 else f"{count / 1e3:.1f} kB"
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 or count == 0 else f"{count / 1e3:.1f} kB"
 
 
 def layer_names(names: Sequence[str], *, short: bool = False) -> str:

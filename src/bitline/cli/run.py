@@ -13,27 +13,27 @@ from rich.table import Table
 from rich.text import Text
 
 from bitline.cli.fetch import local_path
-from bitline.cli.main import dtype_of, err, out
+from bitline.cli.main import err, out
+from bitline.cli.options import device_of, dtype_of
 from bitline.cli.render import layer_names, size, table
 from bitline.embedding import QuantEmbedding
 from bitline.generate import encode, generate, load_tokenizer
 from bitline.model import PlanRow, load_model, plan, quant_linears, quiet_transformers
-from bitline.platform import Platform, as_device
+from bitline.platform import Platform
 from bitline.select import Policy, short_name
 from bitline.verify import LayerCheck, check_layers
 
 
 def run_report(
-    model: str, prompt: str, max_new_tokens: int, device: str, dtype: str, kernel: str | None, backend: str | None,
-    strict: bool, chat: bool, check: bool, *, quiet: bool,
+    model: str, prompt: str, max_new_tokens: int, device: str, dtype: str, policy: Policy, chat: bool, check: bool, *,
+    quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Do the job and return every figure; print as it goes unless `quiet`."""
-    target = as_device(device)
+    target, computing = device_of(device), dtype_of(dtype)
     path = local_path(model)
-    policy = policy_of(kernel, backend, strict)
     with quiet_transformers():
         started = time.perf_counter()
-        network = _load(path, target, dtype_of(dtype), policy)
+        network = _load(path, target, computing, policy)
         tokenizer = load_tokenizer(network.bitline_checkpoint)
         loaded = time.perf_counter() - started
         rows = plan(network)
@@ -58,13 +58,6 @@ def run_report(
         "decode_tokens_per_second": generation.decode_tokens_per_second, "memory_bytes": memory,
         "plan": [_plan_dict(r) for r in rows], "checks": [vars(c) | {"ok": c.ok} for c in checks],
     }  # fmt: skip
-
-
-def policy_of(kernel: str | None, backend: str | None, strict: bool, **more: Any) -> Policy:
-    """The policy of the command's options over the environment's."""
-    base = Policy.from_env()
-    changes = {k: v for k, v in (("kernel", kernel), ("backend", backend)) if v is not None}
-    return Policy(**{**vars(base), **changes, "strict": strict, **more})
 
 
 def _load(path: Path, device: torch.device, dtype: torch.dtype | None, policy: Policy) -> Any:
