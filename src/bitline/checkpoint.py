@@ -110,6 +110,7 @@ class Checkpoint:
             raise CheckpointError("a quantized layer has no name", file=first.file, tensor=first.name, expected="module.suffix")
         for name, info in self.source.tensors.items():
             codes = info.dtype in _CODES and (name.endswith(".weight") or (info.dtype.is_floating_point and len(info.shape) == 3))
+            codes |= info.dtype == torch.float8_e8m0fnu  # which only scales have
             codes |= info.dtype in _WORDS and name.endswith(".weight") and len(info.shape) > 1 and not self.is_gguf
             if (codes or name.endswith(_PACKED)) and name not in claimed:
                 raise CheckpointError(

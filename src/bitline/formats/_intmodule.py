@@ -11,13 +11,18 @@ from torch import Tensor
 from bitline import native
 from bitline.formats._intconfig import Ints
 from bitline.formats._layer import FLOATS, Layer
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, without_codes
 from bitline.types import LinearSpec
 
 
 def modules(source: TensorSource) -> Iterator[str]:
-    """Names of the modules that hold a qweight, in file order."""
-    return (name.removesuffix(".qweight") for name in source.tensors if name.endswith(".qweight"))
+    """Names of the modules that hold a qweight, in file order. Scales or zero points without one are a CheckpointError."""
+    for name, info in source.tensors.items():
+        base, dot, suffix = name.rpartition(".")
+        if dot and suffix == "qweight":
+            yield base
+        elif dot and suffix in ("scales", "qzeros") and len(info.shape) == 2 and f"{base}.qweight" not in source.tensors:
+            raise without_codes(info, f"{base}.qweight")
 
 
 class IntModule(Layer):

@@ -78,6 +78,14 @@ class Reader(Protocol):
         ...
 
 
+def without_codes(info: TensorInfo, codes: str) -> CheckpointError:
+    """The error about a part of a layer whose codes are not there. codes: the name that they would have."""
+    return CheckpointError(
+        "scales without codes", file=info.file, tensor=info.name, found=f"no {codes}", expected=f"{codes} beside them",
+        fix="a shard is missing or the checkpoint was cut: download it again",
+    )  # fmt: skip
+
+
 def check_experts(info: TensorInfo, experts: int) -> None:
     """An error where a stack has more experts than any model: each becomes a layer, however little of the file it is."""
     if experts > MOST_EXPERTS:

@@ -162,6 +162,8 @@ def _whole(value: object, most: int) -> bool:
 def _check_bytes(layer: Layer, state: _State) -> None:
     """The codes fill the stored tensor, whatever dtype its bytes are viewed as (bnb_4bit_quant_storage)."""
     info, need = layer.need("weight", (torch.uint8, *FLOATS)), -(-state.n * state.k // 2)
+    if len(info.shape) > 2:
+        raise layer.error(info, "not the codes of a matrix", list(info.shape), "one or two dimensions")
     if info.nbytes != -(-need // info.dtype.itemsize) * info.dtype.itemsize:
         raise layer.error(
             info, "codes do not fit the shape in quant_state", f"{info.nbytes} bytes",

@@ -18,7 +18,7 @@ from bitline.formats._hints import KV_ODDITY
 from bitline.formats._layer import E8M0, Layer, e5m3_scales
 from bitline.formats._layer import FLOATS as _SCALES
 from bitline.formats._stacks import unstacked
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_order
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_order, without_codes
 from bitline.formats.config import find_quantization, quantization_config
 from bitline.formats.ct_codes import Packed, column_order, narrow_integers, zero_points
 from bitline.formats.ct_config import E5M3
@@ -75,9 +75,7 @@ def _modules(source: TensorSource) -> Iterator[str]:
             if info.dtype == torch.int8 or info.dtype in _FP8:
                 yield base
         elif suffix == "weight_scale" and not {f"{base}.weight", f"{base}.weight_packed"} & source.tensors.keys():
-            raise CheckpointError(
-                "scales without codes", file=info.file, tensor=name, expected=f"{base}.weight or {base}.weight_packed beside them"
-            )
+            raise without_codes(info, f"{base}.weight or {base}.weight_packed")
 
 
 class _Module(Layer):
@@ -193,7 +191,7 @@ def _pack_quantized(m: _Module) -> _Plan:
     rows, columns = m.matrix("weight_packed", (torch.int32,))
     width, symmetric = _integers(m)
     shape = m.need("weight_shape", (torch.int64, torch.int32))
-    sizes = m.read("weight_shape").flatten().tolist() if shape.nbytes <= 64 else []
+    sizes = m.read("weight_shape").flatten().tolist() if len(shape.shape) == 1 and shape.nbytes <= 64 else []
     sizes = sizes[1:] if len(sizes) == 3 else sizes  # [E, N, K] of stacked experts
     if len(sizes) != 2 or sizes[0] != rows or not 1 <= sizes[1] <= columns * 32:
         raise m.error(shape, "weight_shape does not fit weight_packed", sizes, f"[{rows}, K] for {rows} x {columns} words")

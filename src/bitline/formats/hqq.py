@@ -15,7 +15,7 @@ from bitline import bits, types
 from bitline.errors import CheckpointError
 from bitline.formats._hints import left_alone
 from bitline.formats._layer import FLOATS, NUMBER, Layer
-from bitline.formats.base import LayerRecord, TensorSource
+from bitline.formats.base import LayerRecord, TensorSource, without_codes
 from bitline.formats.config import find_quantization
 from bitline.types import LinearSpec, ScalarType
 
@@ -51,6 +51,8 @@ class HQQReader:
         for name in source.tensors:
             if name.endswith(".W_q"):
                 yield _Module(source, name.removesuffix(".W_q")).layer()
+            elif name.endswith(".packing") and f"{name.removesuffix('.packing')}.W_q" not in source.tensors:
+                raise without_codes(source.tensors[name], f"{name.removesuffix('.packing')}.W_q")
 
 
 class _Module(Layer):
@@ -81,6 +83,8 @@ class _Module(Layer):
         if whole:  # nothing was reshaped
             rows = n
         stored = -(-rows // len(shifts))
+        if len(self.main.shape) != 2:
+            raise self.error(self.main, "not a matrix of codes", list(self.main.shape), "[rows, columns]")
         if self.main.nbytes != stored * (n * k // rows) * word // 8 or (word == 8 and rows % len(shifts)):
             raise self.error(
                 self.main, "codes do not fit their shape", f"{self.main.nbytes} bytes",
@@ -140,7 +144,7 @@ class _Module(Layer):
 
     def _packing(self) -> str:
         info = self.need("packing", (torch.uint8,))
-        text = bytes(self.read("packing").flatten().tolist()) if info.nbytes <= 32 else b""
+        text = bytes(self.read("packing").tolist()) if len(info.shape) == 1 and info.nbytes <= 32 else b""
         packing = text.decode("ascii", "replace")
         if packing not in _PACKINGS:
             raise self.error(info, "a packing that is not known", repr(packing), ", ".join(_PACKINGS))

@@ -13,7 +13,7 @@ from bitline import types
 from bitline.errors import CheckpointError, WeightError
 from bitline.formats._hints import left_alone
 from bitline.formats._layer import E8M0, FLOATS
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_experts, in_tensor
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_experts, in_tensor, without_codes
 from bitline.formats.config import find_quantization, quantization_config
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
@@ -38,9 +38,7 @@ class MXFP4Reader:
                 yield from _experts(source, name.removesuffix(_BLOCKS), info)
             elif name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS not in source.tensors:
                 stack = name.removesuffix(_SCALES)
-                raise CheckpointError(
-                    "scales without codes", file=info.file, tensor=name, expected=f"{stack}{_BLOCKS} beside them"
-                )
+                raise without_codes(info, f"{stack}{_BLOCKS}")
 
 
 def _experts(source: TensorSource, stack: str, blocks: TensorInfo) -> Iterator[LayerRecord]:

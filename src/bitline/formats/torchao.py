@@ -15,7 +15,7 @@ from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats import torchao_float
 from bitline.formats._layer import FLOATS
-from bitline.formats.base import LayerRecord, TensorSource
+from bitline.formats.base import LayerRecord, TensorSource, without_codes
 from bitline.formats.config import find_quantization
 from bitline.formats.ct_codes import narrow_integers
 from bitline.formats.torchao_layer import DescribedLayer, dtype_of
@@ -40,6 +40,8 @@ class TorchAOReader:
         for name, info in source.tensors.items():
             if name.endswith(_QDATA):
                 yield _record(DescribedLayer(source, name.removesuffix(_QDATA)))
+            elif name.endswith("._weight_scale") and name.removesuffix("._weight_scale") + _QDATA not in source.tensors:
+                raise without_codes(info, name.removesuffix("._weight_scale") + _QDATA)
             elif name.endswith("_qdata") and "._" in name:
                 raise CheckpointError(
                     "torchao parameters that are not a layer's weight are not supported yet", file=info.file, tensor=name,
