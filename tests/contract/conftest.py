@@ -1,0 +1,7 @@
+"""The contract is tested on the checkpoints that tests/attacks are made of."""
+
+import sys
+from pathlib import Path
+
+for folder in ("attacks", ""):
+    sys.path.append(str(Path(__file__).parents[1] / folder))

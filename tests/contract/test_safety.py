@@ -1,0 +1,232 @@
+"""The contract, sentences 1 to 8: what reading a stranger's checkpoint never does."""
+
+from __future__ import annotations
+
+import ast
+import json
+import struct
+import sys
+from pathlib import Path
+
+import bases_gguf
+import bases_more  # noqa: F401  (its families are among the bases once it is imported)
+import corpus_float  # noqa: F401
+import corpus_gguf_types  # noqa: F401
+import corpus_memory  # noqa: F401
+import corpus_variants  # noqa: F401
+import pytest
+import torch
+from bases import ARRAY, FAMILIES, LAYER, STRING, gguf_bytes, gptq, one_matrix, pair, write
+from corpus import ATTACKS, EVIL, PICKLE
+from must import must
+from mutate import rearrange, rng_of
+from outcomes import guarded, outcome, put, room, says_where, scratch, within
+
+import bitline
+from bitline import CheckpointError, checkpoint, formats
+from bitline.formats.gguf import GGUFSource
+from bitline.formats.source import SafetensorsSource
+
+READING = [*Path(formats.__path__[0]).glob("*.py"), Path(checkpoint.__file__)]
+SMALL = [attack for attack in ATTACKS if not (attack.model or attack.huge) and attack.name != "unreadable"]
+
+
+def read(path: Path) -> dict[str, bitline.QuantizedWeight]:
+    return {record.name: record.weight() for record in bitline.open_checkpoint(path).layers()}
+
+
+@must(1)
+def test_no_code_of_the_checkpoint_runs(tmp_path, monkeypatch):
+    tensors, config = gptq()
+    auto = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoQuantizer"), "evil.Evil")
+    write(tmp_path, tensors, config=json.dumps({"auto_map": auto, "quantization_config": config | {"auto_map": auto}}).encode())
+    for name in ("evil.py", "quantization_config.py", "gptq.py", "conftest.py", "torch.py"):
+        (tmp_path / name).write_text(EVIL)
+    for name in ("pytorch_model.bin", "model.pt", "optimizer.ckpt"):
+        (tmp_path / name).write_bytes(PICKLE)
+    monkeypatch.chdir(tmp_path)
+    assert read(tmp_path)
+    assert not (tmp_path / "owned").exists() and not {"evil", "gptq"} & sys.modules.keys()
+    for name in ("pytorch_model.bin", "model.pt", "optimizer.ckpt"):
+        with pytest.raises(CheckpointError, match="pickle is never loaded"):
+            bitline.open_checkpoint(tmp_path / name)
+
+
+@must(1)
+@pytest.mark.parametrize("file", READING, ids=lambda file: file.name)
+def test_no_reader_has_the_means_to_run_code(file):
+    """No pickle, no eval, and nothing is imported by a name out of a file."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            assert not {"pickle", "marshal", "shelve", "runpy", "subprocess", "code", "ctypes"} & set(names)
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("eval", "exec", "compile", "__import__", "torch.load", "getattr(torch, name)")
+            if called.endswith("import_module"):
+                assert ast.unparse(node.args[0]).startswith(("'bitline.formats.", "f'bitline.formats.")), called
+
+
+@must(2)
+@pytest.mark.parametrize("base", FAMILIES)
+def test_the_right_weight_or_a_checkpoint_error(base):
+    """Other tensors under the names of good ones; tests/attacks has tens of thousands of these."""
+    tensors, config = FAMILIES[base]()
+    with scratch() as folder, guarded():
+        assert outcome(write(folder, tensors, config)) is None
+        for i in range(6):
+            folder.joinpath("model.safetensors").unlink()
+            outcome(write(folder, rearrange(tensors, rng_of("contract", base, i)), config))
+
+
+@must(2)
+@pytest.mark.parametrize("kind", bases_gguf.TYPES)
+def test_the_right_weight_of_every_ggml_type(kind, tmp_path):
+    put(tmp_path / "model.gguf", bases_gguf.file(kind)[0])
+    assert outcome(tmp_path / "model.gguf") is None
+
+
+@must(3)
+def test_an_error_says_where_and_what(tmp_path):
+    said = 0
+    for i, attack in enumerate(SMALL[::5]):
+        place = tmp_path / str(i)
+        place.mkdir()
+        path = attack.build(place)
+        try:
+            with guarded():
+                read(path)
+        except CheckpointError as error:
+            said += 1
+            says_where(error, path, tensor=attack.tensor is not None, place=False)
+            assert attack.tensor is None or error.tensor == attack.tensor
+    assert said > 100
+
+
+@must(4)
+@pytest.mark.parametrize("attack", [a for a in SMALL if "endless" in a.name or "pipe" in a.name], ids=lambda a: a.name)
+def test_reading_ends(attack, tmp_path):
+    with guarded(30):
+        path = attack.build(tmp_path)
+        try:
+            read(path)
+        except CheckpointError:
+            assert attack.harmless is not True
+
+
+def _header(text: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(text)) + text + data
+
+
+M = 1 << 20
+GREEDY = {
+    "header-of-lists": lambda f: (f / "model.safetensors").write_bytes(_header(b'{"a":[' + b"[]," * (8 * M) + b"[]]}")),
+    "header-of-objects": lambda f: (f / "model.safetensors").write_bytes(_header(b'{"a":[' + b"{}," * (8 * M) + b"{}]}")),
+    "header-of-keys": lambda f: (f / "model.safetensors").write_bytes(
+        _header(b"{" + b",".join(b'"%x":0' % i for i in range(2 * M)) + b"}")
+    ),
+    "header-of-wide-characters": lambda f: (f / "model.safetensors").write_bytes(
+        _header('{"__metadata__":{"a":"\U0001f600'.encode() + b"a" * (30 * M) + b'"}}')
+    ),
+    "header-of-wide-characters-in-ascii": lambda f: (f / "model.safetensors").write_bytes(
+        _header(b'{"__metadata__":{"a":"\\ud83d\\ude00' + b"a" * (30 * M) + b'"}}')
+    ),
+    "config-of-lists": lambda f: (f / "config.json").write_bytes(b'{"a":[' + b"[]," * (8 * M) + b"[]]}"),
+    "index-of-numbers": lambda f: (f / "model.safetensors.index.json").write_bytes(b'{"a":[' + b"999," * (12 * M) + b"0]}"),
+    "gguf-of-texts": lambda f: (f / "model.gguf").write_bytes(
+        gguf_bytes([pair("a", ARRAY, struct.pack("<IQ", STRING, 3 * M) + (b"\x02" + bytes(7) + b"ab") * (3 * M))], *one_matrix())
+    ),
+    "gguf-of-wide-characters": lambda f: (f / "model.gguf").write_bytes(
+        gguf_bytes([pair("a", STRING, "\U0001f600" + "a" * (30 * M))], *one_matrix())
+    ),
+    "gguf-of-arrays": lambda f: (f / "model.gguf").write_bytes(
+        gguf_bytes([pair("a", ARRAY, struct.pack("<IQ", ARRAY, 2 * M) + (struct.pack("<IQ", 0, 0)) * (2 * M))], *one_matrix())
+    ),
+}  # fmt: skip
+
+
+@must(5)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of address space are Linux's")
+@pytest.mark.parametrize("name", GREEDY)
+def test_no_more_memory_than_the_file_and_64_mb(name, tmp_path):
+    GREEDY[name](tmp_path)
+    if not (tmp_path / "model.gguf").exists() and "header" not in name and "index" not in name:
+        put(tmp_path / "model.safetensors", _header(b"{}"))
+    with within(room(tmp_path)), pytest.raises(CheckpointError, match=r"memory|too long|not valid") as caught:
+        bitline.open_checkpoint(tmp_path).layers()
+    says_where(caught.value, tmp_path, place=False)
+
+
+@must(5)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of address space are Linux's")
+@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.name.startswith("memory-")], ids=lambda a: a.name)
+def test_sparse_files_that_ask_for_more(attack, tmp_path):
+    path = attack.build(tmp_path)
+    with within(room(tmp_path)), guarded(), pytest.raises(CheckpointError):
+        read(path)
+
+
+# What says how a layer is laid out. Zero points decide what a scheme is where all of them may be the middle one, or none.
+DESCRIPTIONS = (
+    "g_idx", "weight_g_idx", "weight_shape", "shape", "packing", "axis", "group_size", "quant_scale", "quant_zero",
+    "channel_wise",
+    "weight_format", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "qzeros",
+    "_weight_zero_point",
+)  # fmt: skip
+
+
+@must(6)
+@pytest.mark.parametrize("base", FAMILIES)
+def test_headers_alone_tell_the_layers(base, tmp_path, monkeypatch):
+    seen = []
+    real = SafetensorsSource.read
+    monkeypatch.setattr(SafetensorsSource, "read", lambda self, name, rows=None: seen.append(name) or real(self, name, rows))
+    opened = bitline.open_checkpoint(write(tmp_path, *FAMILIES[base]()))
+    assert not seen
+    layers = opened.layers()
+    assert layers and not [name for name in seen if not name.endswith(tuple(f".{last}" for last in DESCRIPTIONS))]
+    seen.clear()
+    assert layers[0].weight() and seen  # it is this way that data is read
+
+
+@must(6)
+def test_headers_alone_tell_the_layers_of_a_gguf_file(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bases_gguf.file("Q4_K")[0])
+    monkeypatch.setattr(GGUFSource, "read", lambda *_: pytest.fail("tensor data is read"))
+    assert bitline.open_checkpoint(path).layers()
+
+
+@must(7)
+@pytest.mark.parametrize("base", ["gptq", "packed", "fp8", "bnb4", "hqq", "mxfp4"])
+def test_files_stay_as_they_are(base, tmp_path):
+    write(tmp_path, *FAMILIES[base]())
+
+    def state():
+        return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.iterdir()}
+
+    before = state()
+    opened = bitline.open_checkpoint(tmp_path)
+    for weight in read(tmp_path).values():
+        for tensor in weight.tensors().values():
+            tensor.view(torch.uint8).fill_(1) if tensor.dim() and tensor.is_contiguous() else None
+    for name in opened.source.tensors:
+        opened.read(name).zero_()
+    assert state() == before
+    assert all(outcome(tmp_path) is None for _ in range(2))
+
+
+@must(8)
+def test_an_error_leaves_nothing_behind(tmp_path):
+    good = write(tmp_path / "good" if (tmp_path / "good").mkdir() is None else tmp_path, *gptq())
+    before = read(good)[LAYER].dequantize()
+    for i, attack in enumerate(SMALL[::40]):
+        place = tmp_path / str(i)
+        place.mkdir()
+        path = attack.build(place)
+        try:
+            with guarded():
+                read(path)
+        except CheckpointError:
+            pass
+        assert torch.equal(read(good)[LAYER].dequantize(), before), attack.name
