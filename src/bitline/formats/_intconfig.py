@@ -88,7 +88,7 @@ class ModuleSettings:
         elif self._anywhere and not change:
             return
         else:
-            settings = self._parse({**config, **change}, name)
+            settings = self._parse({**config, **(change or {})}, name)
         if self._anywhere and name in modules:
             self._exact[name] = settings
             return
