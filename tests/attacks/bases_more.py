@@ -128,6 +128,10 @@ add("int4", int8(), group(_INT4, _TOKEN, format="int-quantized"), weight=(_words
     weight_scale=_scales(N, G), input_scale=None, input_zero_point=None)  # fmt: skip
 add("int8_zeros", int8(), group({"num_bits": 8, "symmetric": False, "strategy": "channel"}, _TOKEN, format="int-quantized"),
     weight_zero_point=(_words(N, 1) % 100).to(torch.int8))  # fmt: skip
+_EXPERTS = [int8()[0] | {f"{LAYER}.weight_zero_point": (_words(N, 1) + e).to(torch.int8)} for e in range(3)]
+add("int8_stack", int8(), FAMILIES["int8_zeros"]()[1], input_scale=torch.ones(3), input_zero_point=None,
+    **{s: torch.stack([e[f"{LAYER}.{s}"].roll(i, 0) for i, e in enumerate(_EXPERTS)])
+       for s in ("weight", "weight_scale", "weight_zero_point")})  # fmt: skip
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 add("fp8_rows", fp8(), group(_FLOAT | {"strategy": "channel"}, _FLOAT | {"strategy": "token", "dynamic": True}),
     weight_scale=_scales(N, 1, dtype=torch.bfloat16), input_scale=None)  # fmt: skip

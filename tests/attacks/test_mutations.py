@@ -121,7 +121,8 @@ def test_safetensors(base, kind):
 @pytest.mark.parametrize("ggml", bases_gguf.TYPES)
 def test_gguf(ggml, kind):
     with scratch() as folder, guarded():
-        assert sum(judge(path, **promised) for path, promised in gguf_cases(ggml, kind, folder, EACH))
+        loaded = sum(judge(path, **promised) for path, promised in gguf_cases(ggml, kind, folder, EACH))
+    assert loaded or kind == "header", "no mutation was legal"
 
 
 def judge(path: Path, *, place: bool, tensor: bool, exact: bool) -> bool:

@@ -42,6 +42,25 @@ def words():
     }  # fmt: skip
 
 
+def zeros(bits):
+    """WORDS or bytes with zero points, which differ from expert to expert."""
+    g = torch.Generator().manual_seed(3)
+    if bits == 4:
+        return words() | {"weight_zero_point": torch.randint(-(1 << 31), 1 << 31, (E, N // 8, K // 32), generator=g).int()}
+    return {
+        "weight": torch.randint(-128, 128, (E, N, K), generator=g).to(torch.int8), "weight_scale": rand(E, N, 1),
+        "weight_zero_point": torch.randint(-128, 128, (E, N, 1), generator=g).to(torch.int8),
+    }  # fmt: skip
+
+
+def asymmetric(bits):
+    scheme = {"num_bits": bits, "symmetric": False} | (
+        {"group_size": 32, "strategy": "group"} if bits == 4 else {"strategy": "channel"}
+    )
+    kind = "pack-quantized" if bits == 4 else "int-quantized"
+    return WORDS | {"format": kind, "config_groups": {"g": {"targets": ["Linear"], "weights": scheme}}}
+
+
 CASES = {  # config, parts of a module, names of the parts beside the stack's own
     "blocks": (FP8 | {"weight_block_size": [16, 32]}, {"weight": weights(), "weight_scale_inv": rand(E, 2, 2)},
                {"weight_scale_inv": "_scale_inv"}),
@@ -54,6 +73,8 @@ CASES = {  # config, parts of a module, names of the parts beside the stack's ow
                      {"weight_scale": "_weight_scale", "input_scale": "_input_scale"}),
     "modelopt nvfp4": (NVFP4, nvfp4(), {s: f"_{s}" for s in ("weight_scale", "weight_scale_2", "input_scale")}),
     "packed": (WORDS, words(), None),
+    "packed zeros": (asymmetric(4), zeros(4), None),
+    "int8 zeros": (asymmetric(8), zeros(8), None),
 }  # fmt: skip
 
 

@@ -247,7 +247,7 @@ def _zero_info(m: _Module, n: int, k: int, block: tuple[int, int], width: int) -
 
 
 def _read_zeros(m: _Module, info: TensorInfo, spec: LinearSpec, width: int) -> Tensor:
-    zero = zero_points(m.source.read(info.name), spec.grid, width, m.schemes.packed_densely)
+    zero = zero_points(m.read("weight_zero_point"), spec.grid, width, m.schemes.packed_densely)
     if zero is None:
         raise m.error(
             info, "zero points are out of range", f"not {width}-bit integers", f"{-(1 << width - 1)}..{(1 << width - 1) - 1}"
