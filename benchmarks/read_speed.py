@@ -2,8 +2,8 @@
 
     python benchmarks/read_speed.py --gigabytes 2 --out benchmarks/results/read_speed.json [FAMILY …]
 
-Each family is a synthetic checkpoint of decoder layers of Llama-3-8B's shapes, one file a layer, in a temporary folder; it is
-measured in a process of its own, with the file in page cache, and the best of a few passes counts. A pass opens the
+Each family is a synthetic checkpoint of decoder layers of Llama-3-8B's shapes, one file a layer (GGUF: one file), in a temporary
+folder; it is measured in a process of its own, with the file in page cache, and the best of a few passes counts. A pass opens the
 checkpoint, reads every layer into its canonical weight, packs it for the kernel that `choose` takes on this CPU, and keeps what
 was packed. Three plain reads are beside it, on as many threads as torch has: read() of the files into new memory that is kept,
 as what was packed is (`new`); read() into a buffer of 4 MiB that is used again (`again`); a sum over a mapping of the files
@@ -33,6 +33,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from _machine import machine
 from safetensors.torch import save_file
@@ -40,6 +42,7 @@ from torch import Tensor
 
 import bitline
 from bitline import memory as bitline_memory
+from bitline.formats.gguf_blocks import SIZES
 from bitline.kernels import registry
 
 SHAPES = {
@@ -93,6 +96,15 @@ def _nvfp4(n: int, k: int) -> dict[str, Tensor]:
             "weight_global_scale": torch.tensor([500.0]), "input_global_scale": torch.tensor([20.0])}  # fmt: skip
 
 
+def _blocks(kind: str, n: int, k: int) -> np.ndarray:
+    """Rows of random GGUF blocks with moderate float16 scales where the type has them."""
+    size, nbytes = SIZES[kind]
+    raw = _random(n, k // size, nbytes, dtype=torch.uint8)
+    for at in GGUF_SCALES[kind]:
+        raw[..., at : at + 2] = _scales(n, k // size, 1).view(torch.uint8)
+    return raw.view(n, -1).numpy()
+
+
 def _gptq_config(bits: int = 4, symmetric: bool = True, order: bool = False) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": symmetric, "desc_act": order,
             "checkpoint_format": "gptq"}  # fmt: skip
@@ -114,12 +126,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], Callable[[int, int], dict[str, Tensor]
     "fp8 block": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, _fp8),
     "nvfp4": (_ct_config("nvfp4-pack-quantized", {"num_bits": 4, "symmetric": True, "dynamic": "local", **_FP4}, **_FP4), _nvfp4),
 }  # fmt: skip
+GGUF_SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # bytes of a block where a float16 scale begins
+EVERY = (*FAMILIES, *(f"gguf {kind}" for kind in GGUF_SCALES))
 
 
 def synthesize(folder: Path, family: str, gigabytes: float) -> None:
     """A checkpoint of at least that size. All its layers hold the same random numbers; the files are different ones."""
-    config, make = FAMILIES[family]
     torch.manual_seed(1)
+    if family.startswith("gguf "):
+        _write_gguf(folder / "model.gguf", family.removeprefix("gguf "), gigabytes)
+        os.sync()
+        return
+    config, make = FAMILIES[family]
     layer = {f"{name}.{suffix}": t for name, (n, k) in SHAPES.items() for suffix, t in make(n, k).items()}
     count = max(1, round(gigabytes * 1e9 / sum(t.nbytes for t in layer.values())))
     index = {}
@@ -130,6 +148,18 @@ def synthesize(folder: Path, family: str, gigabytes: float) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
     os.sync()  # or the system is still writing them while they are read
+
+
+def _write_gguf(path: Path, kind: str, gigabytes: float) -> None:
+    layer = {f"{name}.weight": _blocks(kind, n, k) for name, (n, k) in SHAPES.items()}
+    writer = gguf.GGUFWriter(path, "llama")
+    for i in range(max(1, round(gigabytes * 1e9 / sum(t.nbytes for t in layer.values())))):
+        for name, data in layer.items():
+            writer.add_tensor(f"blk.{i}.{name}", data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 # ---- plain reads ---------------------------------------------------------------------------------------------------------
@@ -259,7 +289,7 @@ def memory(folder: Path) -> dict[str, Any]:
 
 def child(folder: Path, passes: int) -> dict[str, Any]:
     registry.load()
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".gguf"))
     size = sum(file.stat().st_size for file in files)
     mapped_sum(files[:1])  # starts the threads
     plain: dict[str, list[float]] = {"new": [], "again": [], "sum": []}
@@ -280,7 +310,7 @@ def child(folder: Path, passes: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("families", nargs="*", default=list(EVERY))
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the checkpoints go (a temporary folder inside it)")

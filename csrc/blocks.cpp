@@ -38,7 +38,7 @@ BITLINE_EXPORT int bitline_block_codes(const uint8_t* src, int64_t stride, int64
     }
     for (int64_t r = begin; r < end; ++r) {
       uint8_t* to = width == 8 ? dst + r * row : room;
-      for (int64_t b = 0; b < count; ++b) codes(src + r * stride + b * bytes, size, all, plane_count, none, to + b * size);
+      codes(src + r * stride, count, bytes, size, all, plane_count, none, to);
       if (width < 8) pack(room, k, width, dst + r * row);
     }
     free(room);

@@ -5,15 +5,16 @@
 
 namespace bitline {
 
-// Bits of all codes of a block: bytes from `at` on, in runs of `run` (16, 32 or 64). Code (f * run + l) of a run is field f of
+// Bits of all codes of a block: bytes from `at` on, in runs of `run` (8, 16, 32 or 64). Code (f * run + l) of a run is field f of
 // byte l, `bits` wide (1, 2, 4 or 8), and goes to bit `left` of the code.
 struct Plane {
   int32_t at, run, bits, left;
 };
 
 struct BlocksTable {
-  // One block of `size` codes, one a byte; a code equal to `none` becomes 0.
-  void (*codes)(const uint8_t* src, int64_t size, const Plane* planes, int64_t count, int none, uint8_t* dst);
+  // `count` blocks of `bytes` bytes and `size` codes each to one code a byte; a code equal to `none` becomes 0.
+  void (*codes)(const uint8_t* src, int64_t count, int64_t bytes, int64_t size, const Plane* planes, int64_t plane_count, int none,
+                uint8_t* dst);
 };
 
 namespace portable { extern const BlocksTable blocks; }

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitline import bits, memory, native, types
-from bitline.formats import _words
+from bitline.formats import _words, gguf_blocks
 from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel
 from bitline.rounding import quantize
 from bitline.testing.generators import random_weight
@@ -227,3 +227,20 @@ print(int4pack.layout().block, all(torch.equal(found[k], expected[k]) for k in e
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     block, equal = done.stdout.split()
     assert equal == "True" and block in ("32", "64")
+
+
+IN_PLANES = [kind for kind, block in gguf_blocks.BLOCKS.items() if isinstance(block.codes, gguf_blocks.Planes)]
+
+
+@pytest.mark.parametrize("kind", IN_PLANES)
+@pytest.mark.parametrize(("n", "count"), [(1, 1), (3, 5), (70, 9)])
+def test_block_codes(kind, n, count):
+    nbytes, planes = gguf_blocks.SIZES[kind][1], gguf_blocks.BLOCKS[kind].codes
+    wide = torch.randint(256, (n, count + 2, nbytes), generator=generator(n), dtype=torch.uint8)
+    for blocks in (wide, wide[:, 1:-1]):  # rows beside each other, and further apart
+        expected = planes(blocks)
+        out = torch.zeros_like(expected)
+        assert planes.read(blocks, out)
+        assert torch.equal(out, expected)
+    with torch_alone():
+        assert not planes.read(wide, out)

@@ -1,4 +1,5 @@
-// Runs go as words of eight bytes, whose fields all move alike; the compiler makes vectors of them.
+// Runs go as vectors of words of eight bytes, whose fields all move alike. A row's bytes and codes stay in
+// a first-level cache from plane to plane.
 #include "blocks.h"
 
 #include <string.h>
@@ -6,35 +7,56 @@
 namespace bitline::BITLINE_LEVEL {
 namespace {
 
-// Field after field of runs of kRun bytes, to the codes or, where they hold lower bits already, into them.
-template <int kRun, bool kInto>
-void plane(const uint8_t* src, int64_t size, const Plane& p, uint8_t* dst) {
-  const int fields = 8 / p.bits;
-  const uint64_t mask = (0xFFu >> (8 - p.bits)) * 0x0101010101010101u;
-  for (int64_t at = 0; at < size; src += kRun) {
-    uint64_t run[kRun / 8];
-    memcpy(run, src, kRun);
-    for (int f = 0; f < fields && at < size; ++f, at += kRun) {
-      uint64_t codes[kRun / 8];
-      if (kInto) memcpy(codes, dst + at, kRun);
-      for (int i = 0; i < kRun / 8; ++i) {
-        const uint64_t bits = ((run[i] >> (f * p.bits)) & mask) << p.left;
-        codes[i] = kInto ? codes[i] | bits : bits;
+// One plane of all blocks, to the codes or, where they hold other bits already, into them.
+template <int kRun, int kBits, bool kInto>
+void plane(const uint8_t* __restrict src, int64_t count, int64_t bytes, int64_t size, int at, int left, uint8_t* __restrict dst) {
+  typedef uint64_t Run __attribute__((vector_size(kRun)));
+  constexpr uint64_t kMask = (0xFFu >> (8 - kBits)) * 0x0101010101010101u;
+  const int64_t runs = size / (kRun * 8 / kBits);
+  for (int64_t b = 0; b < count; ++b) {
+    const uint8_t* from = src + b * bytes + at;
+    for (int64_t r = 0; r < runs; ++r, from += kRun) {
+      Run run;
+      memcpy(&run, from, kRun);
+      for (int f = 0; f < 8 / kBits; ++f, dst += kRun) {
+        Run codes = ((run >> (f * kBits)) & kMask) << left;
+        if (kInto) {
+          Run before;
+          memcpy(&before, dst, kRun);
+          codes |= before;
+        }
+        memcpy(dst, &codes, kRun);
       }
-      memcpy(dst + at, codes, kRun);
     }
   }
 }
 
-void codes(const uint8_t* src, int64_t size, const Plane* planes, int64_t count, int none, uint8_t* dst) {
-  for (int64_t i = 0; i < count; ++i) {
-    const Plane& p = planes[i];
-    const uint8_t* from = src + p.at;
-    if (i == 0) (p.run == 16 ? plane<16, false> : p.run == 32 ? plane<32, false> : plane<64, false>)(from, size, p, dst);
-    else (p.run == 16 ? plane<16, true> : p.run == 32 ? plane<32, true> : plane<64, true>)(from, size, p, dst);
+template <int kRun, bool kInto, class... Args>
+void of_bits(const Plane& p, Args... args) {
+  switch (p.bits) {
+    case 1: return plane<kRun, 1, kInto>(args...);
+    case 2: return plane<kRun, 2, kInto>(args...);
+    case 4: return plane<kRun, 4, kInto>(args...);
+    default: return plane<kRun, 8, kInto>(args...);
   }
+}
+
+template <bool kInto>
+void any_plane(const uint8_t* src, int64_t count, int64_t bytes, int64_t size, const Plane& p, uint8_t* dst) {
+  switch (p.run) {
+    case 8: return of_bits<8, kInto>(p, src, count, bytes, size, p.at, p.left, dst);
+    case 16: return of_bits<16, kInto>(p, src, count, bytes, size, p.at, p.left, dst);
+    case 32: return of_bits<32, kInto>(p, src, count, bytes, size, p.at, p.left, dst);
+    default: return of_bits<64, kInto>(p, src, count, bytes, size, p.at, p.left, dst);
+  }
+}
+
+void codes(const uint8_t* src, int64_t count, int64_t bytes, int64_t size, const Plane* planes, int64_t plane_count, int none,
+           uint8_t* dst) {
+  any_plane<false>(src, count, bytes, size, planes[0], dst);
+  for (int64_t i = 1; i < plane_count; ++i) any_plane<true>(src, count, bytes, size, planes[i], dst);
   if (none >= 0)
-    for (int64_t i = 0; i < size; ++i) dst[i] = dst[i] == none ? 0 : dst[i];
+    for (int64_t i = 0; i < count * size; ++i) dst[i] = dst[i] == none ? uint8_t(0) : dst[i];
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bitline import bits, types
+from bitline import bits, memory, native, types
 from bitline.errors import WeightError
 from bitline.formats import gguf_grids
 from bitline.formats.gguf_grids import half
@@ -47,6 +47,48 @@ PLAIN_TYPES: dict[str, torch.dtype] = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
     "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Codes of `bits` bits, `size` to a block, whose bits lie in planes: a function of blocks, uint8 [n, blocks, bytes], to
+    packed canonical rows.
+
+    planes: (first byte, bytes in a run, bits, how far up they belong). Byte l of a run holds elements l, l + run, …, the lowest
+        bits first. none: a code that becomes 0, -1 for no such code.
+    """
+
+    size: int
+    bits: int
+    planes: tuple[tuple[int, int, int, int], ...]
+    none: int = -1
+
+    def __call__(self, blocks: Tensor) -> Tensor:
+        """In torch."""
+        codes: Tensor | None = None
+        for at, run, width, left in self.planes:
+            runs = blocks[..., at : at + self.size * width // 8].unflatten(-1, (-1, run))
+            plane = (_spread(runs, range(0, 8, width), (1 << width) - 1) << left).flatten(-3)
+            codes = plane if codes is None else codes | plane
+        assert codes is not None
+        if self.none >= 0:
+            codes = codes.masked_fill(codes == self.none, 0)
+        return bits.pack(codes.flatten(1), self.bits)
+
+    def read(self, blocks: Tensor, out: Tensor) -> bool:
+        """The same by the native core, to `out`; False where it cannot."""
+        core = native.usable(blocks, out)
+        n, count, nbytes = blocks.shape
+        if core is None or blocks.stride(1) != nbytes or not out.is_contiguous():
+            return False
+        planes = torch.tensor(self.planes, dtype=torch.int32)
+        failed = core.block_codes(
+            blocks.data_ptr(), blocks.stride(0), n, count, nbytes, self.size, planes.data_ptr(), len(planes), self.bits,
+            self.none, out.data_ptr(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory to read blocks in")
+        return True
 
 
 @dataclass(frozen=True)
@@ -85,12 +127,14 @@ def to_weight(
     block, (size, nbytes) = BLOCKS[kind], SIZES[kind]
     n = raw.shape[0]
     blocks = raw.view(n, k // size, nbytes)
-    codes = torch.empty(n, bits.row_bytes(k, block.weight.bits), dtype=torch.uint8)
+    codes = memory.passing(n, bits.row_bytes(k, block.weight.bits), dtype=torch.uint8)
     parts: list[dict[str, Tensor]] = []
     step = bits.rows_per_chunk(k)
     for r in range(0, n, step):
-        codes[r : r + step] = block.codes(blocks[r : r + step])
-        parts.append(block.scales(blocks[r : r + step]))
+        chunk, rows = blocks[r : r + step], codes[r : r + step]
+        if not (isinstance(block.codes, Planes) and block.codes.read(chunk, rows)):
+            rows.copy_(block.codes(chunk))
+        parts.append(block.scales(chunk))
     scales = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if block.coarse <= 0 and (block.coarse or factor is not None):
         one = torch.tensor([[1.0 if factor is None else factor]], dtype=torch.float64)
@@ -102,14 +146,6 @@ def to_weight(
 
 
 # ---- codes ---------------------------------------------------------------------------------------------------------
-
-
-def _nibbles(qs: Tensor, half: int) -> Tensor:
-    """uint8 [n, blocks, bytes] in which byte j of each run of `half` bytes holds elements j and j + half."""
-    pairs = qs.unflatten(-1, (-1, half // 2, 2))
-    even, odd = pairs[..., 0], pairs[..., 1]
-    low, high = (even & 0x0F) | (odd << 4), (even >> 4) | (odd & 0xF0)
-    return torch.stack((low, high), -2).view(qs.shape[0], -1)
 
 
 def _spread(qs: Tensor, shifts: range, mask: int) -> Tensor:
@@ -124,31 +160,6 @@ def _q5_legacy(high: Tensor, low: Tensor) -> Tensor:
     return bits.pack(codes.flatten(1), 5)
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
-    """Bit j of byte l of qh is the fifth bit of element 32 * j + l."""
-    low = _spread(blocks[..., 48:176].unflatten(-1, (4, 32)), range(0, 8, 4), 15).flatten(-3)
-    fifth = _spread(blocks[..., 16:48], range(8), 1).flatten(-2)
-    return bits.pack((low | (fifth << 4)).flatten(1), 5)
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    """Each half of 128: nibbles of 64 bytes are elements j and j + 64; bits 2i of 32 bytes belong to j + 32 * i."""
-    low = _spread(blocks[..., 0:128].unflatten(-1, (2, 64)), range(0, 8, 4), 15).flatten(-3)
-    high = _spread(blocks[..., 128:192].unflatten(-1, (2, 32)), range(0, 8, 2), 3).flatten(-3)
-    return bits.pack((low | (high << 4)).flatten(1), 6)
-
-
-def _twos(qs: Tensor) -> Tensor:
-    """Each run of 32 bytes holds elements j, j + 32, j + 64 and j + 96, uint8 [n, blocks, 2, 4, 32]."""
-    return _spread(qs.unflatten(-1, (2, 32)), range(0, 8, 2), 3)
-
-
-def _q3_k(blocks: Tensor) -> Tensor:
-    """Bit j of byte l of hmask is the third bit of element 32 * j + l."""
-    third = _spread(blocks[..., 0:32], range(8), 1)
-    return bits.pack((_twos(blocks[..., 32:96]).flatten(-3) | (third << 2).flatten(-2)).flatten(1), 3)
-
-
 _POWERS = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8).unsqueeze(-1)
 
 
@@ -158,15 +169,6 @@ def _tq1_0(blocks: Tensor) -> Tensor:
     rest = torch.cat([(run.unsqueeze(-2) * _POWERS[:count]).flatten(-2) for run, count in runs], -1)
     digit = (rest > 85).to(torch.uint8).add_(rest > 170)  # rest * 3 // 256
     return bits.pack(digit.flatten(1), 2)
-
-
-# Bytes of two E2M1 codes without minus zero, code 8: ggml's table has a zero in its place.
-_PLUS_ZERO = torch.tensor([0 if code == 8 else code for code in range(16)], dtype=torch.uint8)
-_PLUS_ZERO = (_PLUS_ZERO.unsqueeze(1) << 4 | _PLUS_ZERO).flatten()
-
-
-def _e2m1(qs: Tensor, half: int) -> Tensor:
-    return _nibbles(_PLUS_ZERO[qs.int()], half)
 
 
 # ---- scales --------------------------------------------------------------------------------------------------------
@@ -213,9 +215,11 @@ def _nvfp4_scales(blocks: Tensor) -> dict[str, Tensor]:
 
 def _six_bit(blocks: Tensor) -> dict[str, Tensor]:
     """Q4_K and Q5_K: eight 6-bit scales and eight 6-bit minima in 12 bytes, W = d * scale * q - dmin * min."""
-    first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))
-    scale = torch.cat((first & 63, (third & 15) | ((first >> 2) & 48)), -1)
-    minimum = torch.cat((second & 63, (third >> 4) | ((second >> 2) & 48)), -1)
+    words = blocks[..., 4:16].contiguous().view(torch.int32)  # four bytes at once: masks drop what shifts bring from a neighbour
+    first, second, third = words[..., 0], words[..., 1], words[..., 2]
+    six, four, two = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030
+    scale = torch.stack((first & six, (third & four) | ((first >> 2) & two)), -1).view(torch.uint8)
+    minimum = torch.stack((second & six, ((third >> 4) & four) | ((second >> 2) & two)), -1).view(torch.uint8)
     # The sign goes to the coarse factor: negating is exact, so d*q + (-dmin)*m is ggml's d*q - dmin*m to the last bit.
     return {
         "scale": scale.flatten(1), "scale2": half(blocks, 0), "offset": minimum.flatten(1), "offset2": -half(blocks, 2),
@@ -230,27 +234,27 @@ _f16, _u8, _i8 = torch.float16, torch.uint8, torch.int8
 BLOCKS: dict[str, BlockType] = {
     "Q1_0": BlockType(types.binary, 128, _f16, lambda b: b[..., 2:18].flatten(1), _at(0)),
     "Q2_0": BlockType(types.uint2b1, 64, _f16, lambda b: b[..., 2:18].flatten(1), _at(0)),
-    "Q4_0": BlockType(types.uint4b8, 32, _f16, lambda b: _nibbles(b[..., 2:18], 16), _at(0)),
-    "Q4_1": BlockType(types.uint4, 32, _f16, lambda b: _nibbles(b[..., 4:20], 16), _scale_and_min, zero="float"),
+    "Q4_0": BlockType(types.uint4b8, 32, _f16, Planes(32, 4, ((2, 16, 4, 0),)), _at(0)),
+    "Q4_1": BlockType(types.uint4, 32, _f16, Planes(32, 4, ((4, 16, 4, 0),)), _scale_and_min, zero="float"),
     "Q5_0": BlockType(types.uint5b16, 32, _f16, lambda b: _q5_legacy(b[..., 2:6], b[..., 6:22]), _at(0)),
     "Q5_1": BlockType(types.uint5, 32, _f16, lambda b: _q5_legacy(b[..., 4:8], b[..., 8:24]), _scale_and_min, zero="float"),
-    "Q8_0": BlockType(types.int8, 32, _f16, lambda b: b[..., 2:34].flatten(1), _at(0)),
-    "Q2_K": BlockType(types.uint2, 16, _u8, lambda b: bits.pack(_twos(b[..., 16:80]).flatten(1), 2), _q2_k_scales, 256, "float"),
-    "Q3_K": BlockType(types.uint3b4, 16, _i8, _q3_k, _q3_k_scales, 256),
-    "Q4_K": BlockType(types.uint4, 32, _u8, lambda b: _nibbles(b[..., 16:144], 32), _six_bit, 256, "float"),
-    "Q5_K": BlockType(types.uint5, 32, _u8, _q5_k, _six_bit, 256, "float"),
-    "Q6_K": BlockType(types.uint6b32, 16, _i8, _q6_k, _signed_scales, 256),
+    "Q8_0": BlockType(types.int8, 32, _f16, Planes(32, 8, ((2, 32, 8, 0),)), _at(0)),
+    "Q2_K": BlockType(types.uint2, 16, _u8, Planes(256, 2, ((16, 32, 2, 0),)), _q2_k_scales, 256, "float"),
+    "Q3_K": BlockType(types.uint3b4, 16, _i8, Planes(256, 3, ((32, 32, 2, 0), (0, 32, 1, 2))), _q3_k_scales, 256),
+    "Q4_K": BlockType(types.uint4, 32, _u8, Planes(256, 4, ((16, 32, 4, 0),)), _six_bit, 256, "float"),
+    "Q5_K": BlockType(types.uint5, 32, _u8, Planes(256, 5, ((48, 32, 4, 0), (16, 32, 1, 4))), _six_bit, 256, "float"),
+    "Q6_K": BlockType(types.uint6b32, 16, _i8, Planes(256, 6, ((0, 64, 4, 0), (128, 32, 2, 4))), _signed_scales, 256),
     "Q8_K": BlockType(
-        types.int8, 256, torch.float32, lambda b: b[..., 4:260].flatten(1),
+        types.int8, 256, torch.float32, Planes(256, 8, ((4, 32, 8, 0),)),
         lambda b: {"scale": b[..., 0:4].contiguous().view(torch.float32).squeeze(-1)},
     ),
     "TQ1_0": BlockType(types.uint2b1, 256, _f16, _tq1_0, _at(52)),
-    "TQ2_0": BlockType(types.uint2b1, 256, _f16, lambda b: bits.pack(_twos(b[..., 0:64]).flatten(1), 2), _at(64)),
+    "TQ2_0": BlockType(types.uint2b1, 256, _f16, Planes(256, 2, ((0, 32, 2, 0),)), _at(64)),
     "MXFP4": BlockType(
-        types.float4_e2m1, 32, torch.float8_e8m0fnu, lambda b: _e2m1(b[..., 1:17], 16),
+        types.float4_e2m1, 32, torch.float8_e8m0fnu, Planes(32, 4, ((1, 16, 4, 0),), none=8),
         lambda b: {"scale": b[..., 0].contiguous().view(torch.float8_e8m0fnu)},
     ),
-    "NVFP4": BlockType(types.float4_e2m1, 16, torch.float8_e4m3fn, lambda b: _e2m1(b[..., 4:36], 8), _nvfp4_scales, -1),
+    "NVFP4": BlockType(types.float4_e2m1, 16, torch.float8_e4m3fn, Planes(64, 4, ((4, 8, 4, 0),), none=8), _nvfp4_scales, -1),
     "IQ1_S": BlockType(types.uint2, 32, _u8, gguf_grids.iq1_s, gguf_grids.iq1_s_scales, 256, "float"),
     "IQ1_M": BlockType(types.iq1_m, 16, _u8, gguf_grids.iq1_m, gguf_grids.iq1_m_scales, 256),
     "IQ2_XXS": BlockType(types.iq2, 32, _u8, gguf_grids.iq2_xxs, gguf_grids.iq2_xxs_scales, 256),
@@ -258,7 +262,7 @@ BLOCKS: dict[str, BlockType] = {
     "IQ2_S": BlockType(types.iq2, 16, _u8, gguf_grids.iq2_s, gguf_grids.odd_scales(74, 82), 256),
     "IQ3_XXS": BlockType(types.iq3_xxs, 32, _u8, gguf_grids.iq3_xxs, gguf_grids.iq3_xxs_scales, 256),
     "IQ3_S": BlockType(types.iq3_s, 32, _u8, gguf_grids.iq3_s, gguf_grids.odd_scales(106, 110), 256),
-    "IQ4_NL": BlockType(types.iq4_nl, 32, _f16, lambda b: _nibbles(b[..., 2:18], 16), _at(0)),
-    "IQ4_XS": BlockType(types.iq4_nl, 32, _i8, lambda b: _nibbles(b[..., 8:136], 16), _iq4_xs_scales, 256),
+    "IQ4_NL": BlockType(types.iq4_nl, 32, _f16, Planes(32, 4, ((2, 16, 4, 0),)), _at(0)),
+    "IQ4_XS": BlockType(types.iq4_nl, 32, _i8, Planes(256, 4, ((8, 16, 4, 0),)), _iq4_xs_scales, 256),
 }  # fmt: skip
 SUPPORTED = ", ".join(BLOCKS)
