@@ -106,7 +106,9 @@ def humming_forward(*args, **kwargs):
         groups = c.k // 128 if c.i.input_quant_mode == "dynamic_group" else 1
         assert x.dtype == TORCH[c.a] and g.input_scale.dtype == torch.float32 and g.input_scale.is_contiguous()
         assert g.input_scale.shape == (x.shape[0], groups)
-        assert groups > 1 or g.input_scale.untyped_storage().nbytes() % 16 == 0, "four scales are read at a time"
+        assert c.i.input_quant_mode != "dynamic_token" or g.input_scale.untyped_storage().nbytes() % 16 == 0, (
+            "four scales are read at a time"
+        )
         a = a * g.input_scale.double().repeat_interleave(c.k // groups, 1)
     return (a @ decoded(c, g.weight, g.weight_scale, g.zero_point, g.weight_scale_2).T).to(c.dtype)
 

@@ -1,6 +1,7 @@
 """Run by test_cpu_providers.py in a process that has auto-round-lib on its path."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from bitline.select import Policy
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, random_weight
 from bitline.types import LinearSpec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from product import FORMATS, check_product
 
 HERE = Platform.detect("cpu")
 W4 = LinearSpec(64, 256, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
@@ -36,6 +40,11 @@ def test_conforms():
     """Also proof that no weight gives another one's outputs: the suite packs and frees many at the same addresses."""
     report = check_kernel(ArkWNA16LinearKernel, SPECS)
     assert len(report.passed) == len(SPECS), report.refused
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_layer_of_the_product_that_is_accepted(name):
+    check_product(name, [(ArkWNA16LinearKernel, HERE), (ArkInt8WNA16LinearKernel, HERE)])
 
 
 def test_eight_bit_inputs_are_close_and_by_name_alone():

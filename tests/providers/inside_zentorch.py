@@ -1,6 +1,7 @@
 """Run by test_cpu_providers.py in a process that has zentorch on its path."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ import torch
 import bitline
 from bitline import Platform, types
 from bitline.activations import exact_div
-from bitline.kernels.providers.zentorch import ZentorchWNA16LinearKernel
+from bitline.kernels.providers.zentorch import ZentorchInt8ScaledMMLinearKernel, ZentorchWNA16LinearKernel
 from bitline.select import Policy
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from product import FORMATS, check_product
 
 HERE = Platform.detect("cpu")
 zen = pytest.mark.skipif("zen" not in HERE.features, reason="zentorch is for AMD Zen CPUs")
@@ -33,6 +37,12 @@ def test_w4a16_conforms():
     """Also proof that no weight gives another one's outputs: the suite packs and frees many at the same addresses."""
     report = check_kernel(ZentorchWNA16LinearKernel, W4S)
     assert len(report.passed) == len(W4S), report.refused
+
+
+@zen
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_layer_of_the_product_that_is_accepted(name):
+    check_product(name, [(ZentorchWNA16LinearKernel, HERE), (ZentorchInt8ScaledMMLinearKernel, HERE)])
 
 
 @zen

@@ -1,0 +1,125 @@
+"""Formats times orders of columns and cuts, input schemes, dtypes and shapes: every layer that this product has, and one run of
+every kernel that accepts it against the exact product."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from bitline import types as t
+from bitline.kernels.base import Kernel
+from bitline.platform import Platform
+from bitline.select import ask
+from bitline.testing.generators import inputs, random_weight
+from bitline.testing.poison import poison
+from bitline.testing.tolerance import FACTOR, reference64, torch_linear
+from bitline.types import ActSpec, LinearSpec, Verdict, no
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+LIKE_INPUT = None  # 16-bit scales in the input's dtype
+WHOLE, ROW = 1 << 20, 1 << 20  # of a block: all rows, all columns; a spec cuts them to size
+
+# name: (weight type, zero, scale block, scale dtype, block of a second scale); what the readers make of checkpoints.
+FORMATS = {
+    "gptq g32": (t.uint4b8, "none", (1, 32), LIKE_INPUT, None), "gptq g128": (t.uint4b8, "none", (1, 128), LIKE_INPUT, None),
+    "gptq row": (t.uint4b8, "none", (1, ROW), LIKE_INPUT, None), "gptq f32": (t.uint4b8, "none", (1, 64), F32, None),
+    "gptq 8": (t.uint8b128, "none", (1, 32), LIKE_INPUT, None), "gptq 8 row": (t.uint8b128, "none", (1, ROW), LIKE_INPUT, None),
+    **{f"gptq {b}": (t.unsigned(b, symmetric=True), "none", (1, 32), LIKE_INPUT, None) for b in (2, 3, 5, 6, 7)},
+    "awq g32": (t.uint4, "int", (1, 32), LIKE_INPUT, None), "awq row": (t.uint4, "int", (1, ROW), LIKE_INPUT, None),
+    **{f"asym {b}": (t.unsigned(b, symmetric=False), "int", (1, 16), LIKE_INPUT, None) for b in (2, 3, 5, 6, 7, 8)},
+    "hqq 4": (t.uint4, "float", (1, 64), LIKE_INPUT, None), "hqq 1": (t.uint1, "float", (1, 32), F16, None),
+    "int4": (t.int4, "none", (1, 32), LIKE_INPUT, None), "int4 row": (t.int4, "none", (1, ROW), F32, None),
+    "int8 row": (t.int8, "none", (1, ROW), F32, None), "int8 row 16": (t.int8, "none", (1, ROW), LIKE_INPUT, None),
+    "int8": (t.int8, "none", (WHOLE, ROW), F32, None), "q8_0": (t.int8, "none", (1, 32), F16, None),
+    "q4_k": (t.uint4, "float", (1, 32), torch.uint8, (1, 256)), "q6_k": (t.uint6b32, "none", (1, 16), torch.int8, (1, 256)),
+    "tq2_0": (t.uint2b1, "none", (1, 256), F16, None), "iq4_nl": (t.iq4_nl, "none", (1, 32), F16, None),
+    "iq2": (t.iq2, "none", (1, 8), F32, None), "nf4": (t.nf4, "none", (1, 64), F32, None),
+    "fp8": (t.float8_e4m3fn, "none", (WHOLE, ROW), F32, None), "fp8 row": (t.float8_e4m3fn, "none", (1, ROW), F32, None),
+    "fp8 row 16": (t.float8_e4m3fn, "none", (1, ROW), LIKE_INPUT, None), "e5m2": (t.float8_e5m2, "none", (WHOLE, ROW), F32, None),
+    "fp8 block": (t.float8_e4m3fn, "none", (128, 128), F32, None), "blocks": (t.uint4b8, "none", (16, 32), F32, None),
+    "mxfp8": (t.float8_e4m3fn, "none", (1, 32), E8M0, None), "mxfp6": (t.float6_e3m2, "none", (1, 32), E8M0, None),
+    "mxfp4": (t.float4_e2m1, "none", (1, 32), E8M0, None), "nvfp4": (t.float4_e2m1, "none", (1, 16), E4M3, (WHOLE, ROW)),
+}  # fmt: skip
+ORDERS = {"": {}, "act-order": {"act_order": True}, "ragged": {"ragged": True}, "cut": {"block_offset": (3, 5)}}
+ACTS = (
+    None, ActSpec(t.int8), ActSpec(t.int8, True, "token", 0, False), ActSpec(t.int8, True, "tensor"),
+    ActSpec(t.int8, False, "tensor"), ActSpec(t.int8, False, "tensor", 0, False), ActSpec(t.int8, True, "group", 32),
+    ActSpec(t.float8_e4m3fn), ActSpec(t.float8_e4m3fn, False, "tensor"), ActSpec(t.float8_e4m3fn, True, "group", 128),
+    ActSpec(t.float8_e4m3fn, True, "group", 32, scale="e8m0"), ActSpec(t.float4_e2m1, True, "group", 32, scale="e8m0"),
+    ActSpec(t.float4_e2m1, True, "group", 16, scale="e4m3"),
+)  # fmt: skip
+SHAPES = ((64, 256), (33, 77))  # round, and of no multiple
+ROWS = (1, 6)
+
+
+def layers(name: str) -> Iterator[LinearSpec]:
+    """Every layer of a format. A bias comes with every other one."""
+    weight, zero, (rows, columns), scale, second = FORMATS[name]
+    product = itertools.product(ORDERS.values(), ACTS, (BF16, F16, F32), SHAPES)
+    for i, (order, act, dtype, (n, k)) in enumerate(product):
+        block = min(rows, n), min(columns, k)
+        offset = order.get("block_offset", (0, 0))
+        inside = offset[0] % block[0] if block[0] < n else 0, offset[1] % block[1] if block[1] < k else 0
+        if order and "block_offset" in order and not any(inside):
+            continue  # a cut where a scale is shared by all is none
+        two = None if second is None else (min(second[0], n), min(second[1], k))
+        if two is not None and ("ragged" in order or "block_offset" in order):
+            continue  # readers and cuts give these layers whole blocks
+        yield LinearSpec(
+            n, k, weight, block, inside, scale or (dtype if dtype != F32 else BF16), zero, two, "act_order" in order,
+            "ragged" in order, act, dtype, bool(i % 2),
+        )  # fmt: skip
+
+
+def accepts(kernel: type[Kernel], spec: LinearSpec) -> Verdict:
+    """As selection asks: the input's dtype first."""
+    if spec.act_dtype not in kernel.act_dtypes:
+        return no(f"input dtype {spec.act_dtype}", "another")
+    return ask(kernel.can_implement, spec)
+
+
+def check_product(name: str, kernels: Iterable[tuple[type[Kernel], Platform | str]]) -> dict[str, int]:
+    """Runs all that is accepted, and gives how many layers each kernel took. An AssertionError lists what went wrong: an output
+    that is too far off, a crash after a yes, a refusal without its reason and a way out, a cost that is no time."""
+    taken: dict[str, int] = {}
+    wrong: list[str] = []
+    places = [(k, Platform.parse(p) if isinstance(p, str) else p) for k, p in kernels]
+    for seed, spec in enumerate(layers(name)):
+        able = []
+        for kernel, place in places:
+            verdict = accepts(kernel, spec)
+            if verdict:
+                able.append((kernel, place))
+            elif not verdict.reason:
+                wrong.append(f"{kernel.__name__} refuses {spec.key} without a reason")
+        if not able:
+            continue
+        weight = random_weight(spec, seed)
+        bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
+        xs = [inputs(m, spec, seed + m) for m in ROWS]
+        exact = [reference64(x, weight) for x in xs]
+        # The yardstick is torch's error on many rows: the largest of a few numbers alone says little, in float32 above all.
+        x = inputs(33, spec, seed) if spec.act_dtype == F32 else xs[1]
+        many = reference64(x, weight) if spec.act_dtype == F32 else exact[1]
+        error = float((torch_linear(x, weight).double() - many).abs().max())
+        allowed = FACTOR * error + torch.finfo(spec.act_dtype).eps * float(many.abs().max())
+        for kernel, place in able:
+            taken[kernel.__name__] = taken.get(kernel.__name__, 0) + 1
+            try:
+                with poison():
+                    packed = list(kernel.pack(weight).values())
+                    outs = [kernel.apply(x, packed, bias, spec) for x in xs]
+            except Exception as error:
+                wrong.append(f"{kernel.__name__} accepts {spec.key} and raises {type(error).__name__}: {error}")
+                continue
+            if not kernel.cost(spec, place, 1) > 0:
+                wrong.append(f"{kernel.__name__}: no cost for {spec.key}")
+            for out, e in zip(outs, exact, strict=True):
+                off = float((out.double() - e).abs().nan_to_num(torch.inf).max())
+                if out.shape != e.shape or out.dtype != spec.act_dtype or not off <= (allowed if kernel.exact else torch.inf):
+                    wrong.append(f"{kernel.__name__} on {spec.key} with M={len(e)}: off by {off:.3g}, allowed {allowed:.3g}")
+    assert not wrong, f"{len(wrong)} of the layers:\n" + "\n".join(wrong[:20])
+    return taken
