@@ -24,7 +24,9 @@ from outcomes import guarded, outcome, put, room, says_where, scratch, within
 
 import bitline
 from bitline import CheckpointError, checkpoint, formats
+from bitline.formats import _mapped
 from bitline.formats.gguf import GGUFSource
+from bitline.formats.gptq import GPTQReader
 from bitline.formats.source import SafetensorsSource
 
 READING = [*Path(formats.__path__[0]).glob("*.py"), Path(checkpoint.__file__)]
@@ -84,6 +86,21 @@ def test_the_right_weight_or_a_checkpoint_error(base):
 def test_the_right_weight_of_every_ggml_type(kind, tmp_path):
     put(tmp_path / "model.gguf", bases_gguf.file(kind)[0])
     assert outcome(tmp_path / "model.gguf") is None
+
+
+@must(2)
+@pytest.mark.parametrize(
+    "error", [KeyError("a"), TypeError("a"), OverflowError("a"), RecursionError("a"), IndexError("a")], ids=repr
+)
+@pytest.mark.parametrize("at", ["layers", "weight"])
+def test_what_a_reader_trips_over_is_a_checkpoint_error(at, error, tmp_path, monkeypatch):
+    def trip(*_):
+        raise error
+
+    monkeypatch.setattr(GPTQReader if at == "layers" else SafetensorsSource, "layers" if at == "layers" else "read", trip)
+    tensors, config = FAMILIES["gptq_rows"]()
+    with pytest.raises(CheckpointError, match="cannot be read as what it says it is"):
+        read(write(tmp_path, tensors, config))
 
 
 @must(3)
@@ -198,8 +215,10 @@ def test_headers_alone_tell_the_layers_of_a_gguf_file(tmp_path, monkeypatch):
 
 
 @must(7)
+@pytest.mark.parametrize("small", [1 << 18, 0], ids=["read", "mapped"])
 @pytest.mark.parametrize("base", ["gptq", "packed", "fp8", "bnb4", "hqq", "mxfp4"])
-def test_files_stay_as_they_are(base, tmp_path):
+def test_files_stay_as_they_are(base, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(_mapped, "SMALL", small)
     write(tmp_path, *FAMILIES[base]())
 
     def state():
