@@ -175,6 +175,28 @@ def test_a_refusal_that_is_found_late_names_every_layer(tmp_path):
     assert entries(tmp_path) == ["s"]
 
 
+def test_another_format_is_named_where_it_holds_every_layer(tmp_path):
+    """awq holds neither 8 bits nor FP8; gptq would hold the five layers of 8 bits that come first, and not the last one."""
+    tensors, config = {}, packed("x")[1]
+    for i in range(6):
+        module = f"model.layers.{i}.mlp.up_proj"
+        codes = torch.randint(-99, 99, (64, 128), dtype=torch.int8)
+        tensors |= {f"{module}.weight": codes if i < 5 else torch.ones(64, 128).to(torch.float8_e4m3fn),
+                    f"{module}.weight_scale": torch.ones(64, 1).half()}  # fmt: skip
+    groups = {
+        kind: {
+            "targets": [f"re:.*{layers}.mlp"],
+            "weights": {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"},
+        }
+        for kind, layers in (("int", "[0-4]"), ("float", "5"))
+    }
+    folder = source(tmp_path / "s", tensors, config | {"format": "mixed-precision", "config_groups": groups})
+    with pytest.raises(ConversionError, match=r"cannot hold 6 of 6") as caught:
+        bitline.convert(folder, tmp_path / "out", to="awq")
+    assert "--to compressed-tensors should hold them exactly" in caught.value.fix
+    assert bitline.convert(folder, tmp_path / "out", to="compressed-tensors").exact
+
+
 # ---- names ---------------------------------------------------------------------------------------------------------------
 
 NAMES = [

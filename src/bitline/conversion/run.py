@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -190,9 +190,11 @@ class _Conversion:
         reasons = list({re.sub(r"\d+", "", str(error)): str(error) for error in reversed(refused.values())}.values())[::-1]
         more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         fixes = list(dict.fromkeys(error.fix for error in refused.values() if error.fix))
-        able = self._others(list(refused)[:_NAMED])
+        able = self._others(names)
         if able:
-            fixes.append(f"--to {' or '.join(able)} holds {'them' if len(names) > 1 else 'it'} exactly")
+            holds = "holds" if len(names) <= _NAMED else "should hold"  # as far as it was tried
+            listed = " or ".join(filter(None, [", ".join(able[:-1]), able[-1]]))
+            fixes.append(f"--to {listed} {holds} {'them' if len(names) > 1 else 'it'} exactly")
         rounding = "--lossy" if not self.lossy and self._can_round(refused) else ""
         if rounding and not any("--lossy" in fix for fix in fixes):
             fixes.append("--lossy rounds the weights again")
@@ -209,7 +211,7 @@ class _Conversion:
             return False
 
     def _others(self, names: list[str]) -> list[str]:
-        """Other formats that hold these layers, by trying."""
+        """Other formats that hold these layers: by the specs of all layers, and by trying on the first of these."""
         out: list[str] = []
         if any(self.plans[name].spec.block_offset != (0, 0) for name in names):
             return out
@@ -218,12 +220,13 @@ class _Conversion:
                 continue
             target = kind()
             try:
-                for name in names:
-                    plan = self.plans[name]
-                    exact_form(target, plan.layer.read(), target.forms(plan.spec))
+                if _take_all(target, self.plans.values()):
+                    for name in names[:_NAMED]:
+                        plan = self.plans[name]
+                        exact_form(target, plan.layer.read(), target.forms(plan.spec))
+                    out.append(to)
             except (NotExact, BitlineError):
                 continue
-            out.append(to)
         return out
 
     # ---- doing it --------------------------------------------------------------------------------------------------------
@@ -322,6 +325,21 @@ def exact_form(target: Target, weight: QuantizedWeight, forms: list[LinearSpec])
         except NotExact as error:
             last = error
     raise last
+
+
+def _take_all(target: Target, plans: Iterable[Plan]) -> bool:
+    """Whether a target has a form for every layer, and one config for all of them, as far as headers tell."""
+    known: dict[LinearSpec, LinearSpec] = {}
+    forms: dict[str, LinearSpec] = {}
+    for plan in plans:
+        try:
+            if plan.spec not in known:
+                known[plan.spec] = target.forms(plan.spec)[0]
+            forms[plan.layer.name] = known[plan.spec]
+        except NotExact:
+            if not (plan.layer.may_be_plain and _is_plain(plan.spec)):
+                return False
+    return not target.settle(forms)[1]
 
 
 def _is_plain(spec: LinearSpec) -> bool:
