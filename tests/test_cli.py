@@ -74,32 +74,6 @@ def test_explain_on_any_machine(folder, platform):
         assert all(c["reason"] for c in plan["candidates"] if not c["ok"])
 
 
-def test_explain_cuts_for_tensor_parallelism(folder):
-    report = json.loads(bitline("explain", folder, "--tp", 2, "--json").stdout)
-    shapes = {(p["cut"], tuple(p["shape"])) for p in report["plans"]}
-    assert ("N", (80, 64)) in shapes and ("K", (160, 32)) in shapes
-    assert "cut over 2 ranks" in bitline("explain", folder, "--tp", 2).stdout
-
-
-def test_explain_says_which_ranks_another_kernel_gets(folder, monkeypatch, capsys):
-    from bitline.cli import explain
-
-    report = explain.explain_report(folder, "cpu", (1,), "auto", 3, None, None, False, False)
-    assert all(sorted(r for p in report["plans"] if (p["example"], p["cut"]) == key for r in p["ranks"]) == [0, 1, 2]
-               for key in {(p["example"], p["cut"]) for p in report["plans"]})  # fmt: skip
-    (first, *rest), whole = report["plans"], [0, 1, 2]
-    monkeypatch.setattr(explain.out, "_width", 200)
-    explain.show(report | {"plans": [first | {"ranks": [0, 2]}, first | {"ranks": [1]}, *(p | {"ranks": whole} for p in rest)]})
-    said = capsys.readouterr().out
-    assert "N cut over 3 ranks: ranks 0, 2 (for" in said and "N cut over 3 ranks: rank 1 (for" in said
-    assert "K cut over 3 ranks (for" in said
-
-
-def test_explain_as_text_names_reasons(folder):
-    done = bitline("explain", folder, "--platform", "cuda:sm90")
-    assert done.returncode == 0 and "chosen" in done.stdout and "this platform is cuda" in done.stdout
-
-
 def test_doctor():
     done = bitline("doctor", "--json")
     report = json.loads(done.stdout)
@@ -107,7 +81,10 @@ def test_doctor():
     reference = next(k for k in report["kernels"] if k["kernel"] == "ReferenceLinearKernel")
     assert reference["ran"] and reference["ok"] and report["devices"][0]["bandwidth"] > 1e8
     assert {p["package"] for p in report["packages"]} >= {"triton", "zentorch"}
-    assert "how to get it" in bitline("doctor").stdout
+    text = bitline("doctor").stdout
+    assert all(
+        f"\n{name}" in text for name in ("libraries", "C++ compiler", "native core", "optional packages", "zentorch", "kernels")
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,14 +92,18 @@ def test_doctor():
     [
         (["run", "/no/such/folder"], 1, "no such file or folder"),
         (["inspect", "/no/such.gguf"], 1, "no such file or folder"),
-        (["explain", "FOLDER", "--platform", "cuda:sm9x"], 1, "unknown word"),
-        (["explain", "FOLDER", "--platform", "quantum"], 1, "unknown platform"),
+        (["explain", "FOLDER", "--platform", "cuda:sm9x"], 2, "unknown word"),
+        (["explain", "FOLDER", "--platform", "quantum"], 2, "unknown platform"),
         (["explain", "FOLDER", "--m", "0,1"], 2, "whole numbers"),
-        (["explain", "FOLDER", "--kernel", "Nope"], 1, "not registered"),
-        (["explain", "FOLDER", "--backend", "nope"], 1, "no kernel has"),
+        (["explain", "FOLDER", "--kernel", "Nope"], 2, "not registered"),
+        (["explain", "FOLDER", "--backend", "nope"], 2, "not registered"),
         (["explain", "FOLDER", "--tp", "4096"], 1, "more ranks"),
-        (["run", "FOLDER", "--dtype", "int3"], 1, "unknown --dtype"),
-        (["run", "FOLDER", "--device", "toaster"], 1, "not a device"),
+        (["explain", "FOLDER", "--disable", "Nope"], 2, "not registered"),
+        (["explain", "FOLDER", "--policy", "fast"], 2, "unknown policy"),
+        (["explain", "FOLDER", "--tp", "0"], 2, "Invalid value for"),
+        (["explain", "FOLDER", "--m", "16,x"], 2, "whole numbers"),
+        (["run", "FOLDER", "--dtype", "int3"], 2, "unknown dtype"),
+        (["run", "FOLDER", "--device", "toaster"], 2, "not a device"),
         (["run", "FOLDER", "--prompt", ""], 1, "no tokens"),
         (["run", "FOLDER", "--chat"], 1, "no chat template"),
         (["run", "FOLDER", "-n", "5000"], 1, "longer than the model's context"),

@@ -22,6 +22,7 @@ from bitline import __version__, checkpoint, env, native
 from bitline.cli.main import out
 from bitline.cli.packages import KNOWN
 from bitline.cli.render import at_commas, facts, hanging, put, rate, size, table
+from bitline.cli.scheme import scheme_text
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
 from bitline.linear import QuantLinear
@@ -31,9 +32,10 @@ from bitline.select import ask, short_name
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import random_weight
 from bitline.testing.tolerance import compare
-from bitline.types import LinearSpec
+from bitline.types import LinearSpec, float6_e2m3
 from bitline.weight import QuantizedWeight
 
+_MXFP6 = LinearSpec(64, 256, float6_e2m3, (1, 32), scale_dtype=torch.float8_e8m0fnu)
 _COMPILERS = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++"), "CUDA": ("nvcc",), "HIP": ("hipcc",)}
 TRIED_SCHEMES = (
     "W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4",
@@ -160,9 +162,10 @@ def _kernels(device: str) -> list[dict[str, Any]]:
 
 def _try(kernel: type[Kernel], device: str) -> dict[str, Any]:
     """A 64×256 product in the first scheme that the kernel takes, against float64."""
+    small = [spec for spec in (*default_specs(), _MXFP6) if (spec.n, spec.k) == (64, 256)]
     makers: list[tuple[str, Callable[[], QuantizedWeight]]] = [
         *((scheme, functools.partial(quantize, torch.randn(64, 256), scheme)) for scheme in TRIED_SCHEMES),
-        *((spec.scheme, functools.partial(random_weight, spec)) for spec in default_specs() if (spec.n, spec.k) == (64, 256)),
+        *((scheme_text(spec), functools.partial(random_weight, spec)) for spec in small),
     ]
     for scheme, make in makers:
         weight = make()
@@ -243,10 +246,10 @@ def _count(number: int, what: str) -> str:
 def _show_kernels(kernels: list[dict[str, Any]]) -> None:
     """Those that ran with the figures of a small product, then those that cannot run here by their reasons."""
     out.print("\n[bold]kernels[/], each on one small product", highlight=False)
-    grid = table("kernel", "on", "tried", "error", "allowed", "")
+    grid = table("", "kernel", "on", "tried", "error", "allowed")
     for k in (k for k in kernels if k["ran"]):
         mark = Text("ok", "green") if k["ok"] else Text("FAILED", "bold red")
-        grid.add_row(k["kernel"], k["device"], k["scheme"], f"{k['error']:.1e}", f"{k['allowed']:.1e}", mark)
+        grid.add_row(mark, k["kernel"], k["device"], k["scheme"], f"{k['error']:.1e}", f"{k['allowed']:.1e}")
     put(grid)
     for k in (k for k in kernels if k["ran"] and not k["ok"]):
         put(hanging(k["kernel"], str(k.get("detail")), "red"))
