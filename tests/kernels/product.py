@@ -51,7 +51,7 @@ ACTS = (
     ActSpec(t.float8_e4m3fn, True, "group", 32, scale="e8m0"), ActSpec(t.float4_e2m1, True, "group", 32, scale="e8m0"),
     ActSpec(t.float4_e2m1, True, "group", 16, scale="e4m3"),
 )  # fmt: skip
-SHAPES = ((64, 256), (33, 77))  # round, and of no multiple
+SHAPES = ((64, 256), (33, 200), (7, 77))  # round; of a group and a half; of no multiple
 ROWS = (1, 6)
 
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import bitline
-from bitline import Platform, types
+from bitline import Platform, bits, types
 from bitline.activations import exact_div
+from bitline.kernels import linear as field
 from bitline.kernels.providers.zentorch import ZentorchInt8ScaledMMLinearKernel, ZentorchWNA16LinearKernel
 from bitline.select import Policy
+from bitline.testing import check, inputs, random_weight
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
 
@@ -65,6 +67,50 @@ def test_an_inexact_kernel_runs_only_where_it_is_asked_for():
     assert "exactly" in candidates["ZentorchInt8ScaledMMLinearKernel"].verdict.reason
     for policy in (Policy(kernel="ZentorchInt8ScaledMMLinearKernel"), Policy(backend="zentorch")):
         assert bitline.choose(W8A8, HERE, policy).best.name == "ZentorchInt8ScaledMMLinearKernel"
+
+
+def ct_layer(weight, group):
+    """A compressed-tensors layer, packed along K, and the config that announces it."""
+    spec = weight.spec
+    config = field.MPLinearLayerConfig((spec.k, spec.n), (spec.k, spec.n), spec.weight, torch.bfloat16, group, spec.zero == "int",
+                                       False)  # fmt: skip
+    layer = torch.nn.Module()
+    layer.weight_packed = field.PackedParameter(weight.codes.view(torch.int32).clone(), packed_dim=1, packed_factor=8)
+    layer.weight_scale = field.GroupScaleParameter(weight.scale.clone(), group)
+    if weight.zero is not None:
+        packed = bits.pack(weight.zero.t().contiguous(), 4).view(torch.int32).t().contiguous()
+        layer.weight_zero_point = field.PackedParameter(packed, packed_dim=0, packed_factor=8)
+    return layer, config
+
+
+@zen
+@pytest.mark.parametrize("spec", [W4, W4.replace(weight=types.uint4, zero="int")])
+def test_a_layer_of_the_field_is_processed_once_and_its_originals_are_freed(spec):
+    weight, x = random_weight(spec, 1), inputs(3, spec)
+    layer, config = ct_layer(weight, 128)
+    kernel = field.ZentorchWNA16LinearKernel(config)
+    kernel.process_weights_after_loading(layer)
+    assert layer._bitline_kernel == "ZentorchWNA16LinearKernel" and layer.weight_packed.numel() == layer.weight_scale.numel() == 0
+    before = [getattr(layer, name) for name in layer._bitline_names]
+    check(kernel.apply_weights(layer, x), x, weight)
+    kernel.process_weights_after_loading(layer)
+    assert all(getattr(layer, name) is tensor for name, tensor in zip(layer._bitline_names, before, strict=True))
+
+
+@zen
+def test_a_layer_that_it_cannot_do_is_left_to_the_cpu_kernel_untouched():
+    """Scales turn out to be of float16, which zentorch would round."""
+    weight, x = random_weight(W4.replace(scale_dtype=torch.float16), 1), inputs(3, W4)
+    layer, config = ct_layer(weight, 128)
+    kernel = field.ZentorchWNA16LinearKernel(config)
+    kept = {name: p.data.clone() for name, p in layer.named_parameters()}
+    kernel.process_weights_after_loading(layer)
+    assert layer._bitline_kernel == "CPUWNA16LinearKernel"
+    assert all(torch.equal(p.data, kept[name]) for name, p in layer.named_parameters())
+    check(kernel.apply_weights(layer, x), x, weight)
+    ordered = field.MPLinearLayerConfig((256, 64), (256, 64), types.uint4b8, torch.bfloat16, 128, False, True)
+    with pytest.raises(ValueError, match="another order"):
+        field.ZentorchWNA16LinearKernel(ordered)
 
 
 @zen

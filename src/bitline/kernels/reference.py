@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class ReferenceLinearKernel(Kernel):
 
     backend = "reference"
     priority = -100
-    measured = ("zen",)
+    measured: ClassVar[tuple[str, ...]] = ("zen",)
     emulates = True
     cuda_graph = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bitline.kernels import registry
+from bitline.kernels.linear import zen as zen  # its layer class
 from bitline.kernels.linear.choosing import (
     choose_linear_kernel,
     choose_mp_linear_kernel,

@@ -237,6 +237,7 @@ def _forget(layer: Any, name: str) -> None:
 
 
 _bound: dict[tuple[type[Kernel], str], Any] = {}
+OVER: dict[str, type[OverPack]] = {}  # kernels whose layers do more than OverPack does
 
 
 def layer_kernel(kernel: type[Kernel], family: str) -> Any:
@@ -250,7 +251,7 @@ def layer_kernel(kernel: type[Kernel], family: str) -> Any:
     if (kernel, family) in _bound:
         return _bound[kernel, family]
     base = FAMILIES[family]
-    made = type(kernel.__name__, (OverPack, kernel, base), {
+    made = type(kernel.__name__, (OVER.get(kernel.__name__, OverPack), kernel, base), {
         "__module__": "bitline.kernels.linear", "__doc__": kernel.__doc__, "impl": kernel,
     })  # fmt: skip
     _bound[kernel, family] = made

@@ -7,7 +7,7 @@ import functools
 import importlib
 import io
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class ArkWNA16LinearKernel(Kernel):
     families = ("mp",)
     act_dtypes = (torch.bfloat16, torch.float16)
     compute = "fp32"
-    measured = ("amx",)
+    measured: ClassVar[tuple[str, ...]] = ("amx",)
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
