@@ -57,11 +57,30 @@ void tensor_scale(const Meta& w, const GemmTable& t, Call& c) {
   if (!finite) c.tensor_scale = __builtin_nanf("");
 }
 
+// Parts that the blocks are dealt out in. One row: a few long ones for each thread, of one size if possible. More: many, since a
+// thread that the system stops for a while leaves the rest to the others.
+int64_t parts_of(int64_t blocks, int64_t rows) {
+  const int64_t each = threads();
+  if (rows > kTile) return blocks < 16 * each ? blocks : 16 * each;
+  int64_t best = blocks;
+  for (int64_t n = 4 * each, least = INT64_MAX; n >= each && blocks > each; n -= each) {
+    const int64_t padded = (blocks + n - 1) / n * n;  // what they take if all are as long as the longest
+    if (n <= blocks && padded < least) best = n, least = padded;
+  }
+  return best;
+}
+
+// Pieces of the tiles, so that a product with few blocks has enough parts.
+int64_t pieces_of(int64_t parts, int64_t tiles) {
+  const int64_t wanted = (16 * threads() + parts - 1) / parts, most = tiles / 4;
+  return most < 2 || wanted < 2 ? 1 : wanted < most ? wanted : most;
+}
+
 // Rows [0, c.m) of c.x. Returns 0, or -2 where there is no memory.
 int pass(Call& c, const GemmTable& t) {
   const Meta& w = *c.w;
-  c.wide = t.wide(c);
   const int64_t rows = c.m, tiles = tiles_of(c);
+  c.wide = t.wide(c);
   const bool direct = c.m == 1 && c.mode == kBF16Mode && w.act == kPlain && !w.map && w.kp == w.k && w.offset_type == kNone;
   size_t need = 0;
   const size_t words_at = need;
@@ -93,13 +112,15 @@ int pass(Call& c, const GemmTable& t) {
     }
   }
   if (failed) return -2;
-  const int64_t blocks = blocks_of(w), most = int64_t(threads()) * 4;
-  const int64_t tasks = blocks < most ? blocks : most;
+  const int64_t blocks = blocks_of(w), parts = parts_of(blocks, rows), pieces = pieces_of(parts, tiles);
   const size_t own = kPanelBytes + size_t(c.wide ? c.m : 0) * kRows * 4;
-  parallel_for(tasks, [&](int64_t i) {
+  parallel_for(pieces * parts, [&](int64_t task) {
+    const int64_t part = task % parts, piece = task / parts;
+    Call mine = c;
+    mine.first_tile = tiles * piece / pieces, mine.last_tile = tiles * (piece + 1) / pieces;
     uint32_t* panel = static_cast<uint32_t*>(reserve(own_part, own));
     if (panel == nullptr) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
-    else t.blocks(c, blocks * i / tasks, blocks * (i + 1) / tasks, panel, reinterpret_cast<float*>(panel) + kPanelBytes / 4);
+    else t.blocks(mine, blocks * part / parts, blocks * (part + 1) / parts, panel, reinterpret_cast<float*>(panel) + kPanelBytes / 4);
   });
   return failed ? -2 : 0;
 }

@@ -150,9 +150,8 @@ void rows_of_block(const Call& c, int64_t block, int64_t row, int64_t stride, co
 }
 
 template <int BITS, bool INTEGER> void run(const Call& c, int64_t first, int64_t last) {
-  const int64_t tiles = tiles_of(c);
   for (int64_t block = first; block < last; ++block)
-    for (int64_t t = 0; t < tiles; ++t) {
+    for (int64_t t = c.first_tile; t < c.last_tile; ++t) {
       const int64_t start = tile_start(c, t), rows = tile_start(c, t + 1) - start;
       for (int64_t r = 0; r < rows; r += kMostTile) {
         const uint32_t* x = c.xp + start * c.words + r;

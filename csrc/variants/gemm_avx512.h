@@ -117,17 +117,17 @@ template <class Mo, int BITS, int MR, bool OFFSET> void narrow_tile(const Call& 
 // One block, all tiles. While they read it again out of the cache, each brings its share of the next block; so does not the first
 // tile of the first block, which has to bring its own.
 template <class Mo, int BITS, bool OFFSET> void narrow(const Call& c, int64_t block, bool begins) {
-  const int64_t tiles = tiles_of(c), bytes = block_bytes(*c.w);
+  const int64_t tiles = c.last_tile - c.first_tile, bytes = block_bytes(*c.w);
   const uint8_t* p = c.base + c.w->codes + block * bytes;
   for (int64_t t = 0; t < tiles; t++) {
-    const int64_t row = tile_start(c, t);
+    const int64_t row = tile_start(c, c.first_tile + t);
     Ahead ahead{p + kNear, 128 * Codes<BITS>::vectors};
     if (tiles > 1 && !(begins && t == 0)) {
       const int64_t parts = tiles - begins, part = t - begins;
       ahead.advance = (ahead.advance + parts - 1) / parts;
       ahead.at = p + bytes + part * (bytes / parts);
     }
-    switch (tile_start(c, t + 1) - row) {
+    switch (tile_start(c, c.first_tile + t + 1) - row) {
 #define BITLINE_TILE(MR) case MR: narrow_tile<Mo, BITS, MR, OFFSET>(c, block, row, ahead); break;
       BITLINE_TILE(1) BITLINE_TILE(2) BITLINE_TILE(3) BITLINE_TILE(4) BITLINE_TILE(5) BITLINE_TILE(6)
       BITLINE_TILE(7) BITLINE_TILE(8) BITLINE_TILE(9) BITLINE_TILE(10) BITLINE_TILE(11) BITLINE_TILE(12)
@@ -252,9 +252,9 @@ template <int BITS> void decode_scaled(const Call& c, const uint8_t* p, int64_t 
   }
 }
 
-// Rows from which scaling the panel costs less than scaling the sums of each group.
+// From a number of rows on scaling the panel costs less than scaling the sums of each group, which a shorter group has more of.
 INLINE bool scale_panel(const Call& c, int64_t run) {
-  return c.mode == kBF16Mode && c.dtype == kXB16 && (run <= 32 || (run < 512 && c.m * run >= 64 * 128));
+  return c.mode == kBF16Mode && c.dtype == kXB16 && run < 512 && 5 * c.m > 8 * run;
 }
 
 template <class Mo, int BITS, bool OFFSET> void wide(const Call& c, int64_t block, uint32_t* panel, float* out) {
@@ -262,9 +262,10 @@ template <class Mo, int BITS, bool OFFSET> void wide(const Call& c, int64_t bloc
   const Meta& w = *c.w;
   alignas(64) static const float ones[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   alignas(64) float s[kPanelWords][32], o[kPanelWords][32];
-  const int64_t run_words = w.run / Mo::per_word, tiles = tiles_of(c);
+  const int64_t run_words = w.run / Mo::per_word, tiles = c.last_tile - c.first_tile;
+  const int64_t first_row = tile_start(c, c.first_tile), last_row = tile_start(c, c.last_tile);
   const bool scaled = scale_panel(c, w.run);
-  for (int64_t i = 0; i < c.m * 32; i += 16) _mm512_store_ps(out + i, _mm512_setzero_ps());
+  for (int64_t i = first_row * 32; i < last_row * 32; i += 16) _mm512_store_ps(out + i, _mm512_setzero_ps());
   const uint8_t* p = c.base + w.codes + block * block_bytes(w);
   for (int64_t at = 0; at < c.words;) {
     Part part;
@@ -301,7 +302,7 @@ template <class Mo, int BITS, bool OFFSET> void wide(const Call& c, int64_t bloc
     for (int64_t i = 0; i < bytes; i += kPage) prefetch(p + kFar[0] + i);
     if (scaled) part.words = words, part.runs = 1, part.s = ones, part.o = nullptr;
     for (int64_t t = 0; t < tiles; t++) {
-      const int64_t row = tile_start(c, t), rows = tile_start(c, t + 1) - row;
+      const int64_t row = tile_start(c, c.first_tile + t), rows = tile_start(c, c.first_tile + t + 1) - row;
       for (int64_t i = 0; i < share; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + share * t + i), _MM_HINT_T1);
       const int64_t sums = row * w.groups + part.group * rows;
       if constexpr (BITS == 8 && Mo::per_word == 2) {
@@ -315,7 +316,7 @@ template <class Mo, int BITS, bool OFFSET> void wide(const Call& c, int64_t bloc
     }
     at += words;
   }
-  for (int64_t m = 0; m < c.m; m++) finish(c, m, block, _mm512_load_ps(out + 32 * m), _mm512_load_ps(out + 32 * m + 16));
+  for (int64_t m = first_row; m < last_row; m++) finish(c, m, block, _mm512_load_ps(out + 32 * m), _mm512_load_ps(out + 32 * m + 16));
 }
 
 template <class Mo, int BITS> void run(const Call& c, int64_t first, int64_t last, uint32_t* panel, float* out) {

@@ -18,10 +18,12 @@ void blocks(const Call& c, int64_t first, int64_t last, uint32_t* panel, float* 
 bool has(Mode) { return true; }
 
 // Decoding anew for each tile is free where the multiplier is what everything waits for. It is not for 8 bits, whose look-ups take
-// its units (M=64: 2,507 us; panels 2,327), nor for groups of 16, whose sums are scaled every 8 words (NVFP4, M=64: 2,792; 2,453).
+// its units (M=64: 2,507 us; panels 2,327), nor for groups of 16, and of 32 with offsets, whose sums are scaled every 8 or 16 words
+// (NVFP4, M=64: 2,792; 2,453).
 bool wide(const Call& c) {
   if (c.mode != kBF16Mode || c.dtype != kXB16) return false;
-  return c.w->run <= 16 ? c.m > 4 * kTile : c.w->width == 8 && c.m > 3 * kTile;
+  if (c.w->run <= 16) return c.m > 4 * kTile;
+  return c.m > (c.w->width == 8 ? 3 : c.w->run <= 32 && c.w->offset_type != kNone ? 8 : INT64_MAX / kTile) * kTile;
 }
 
 }  // namespace
