@@ -76,6 +76,7 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "FbgemmNvFp4LinearKernel": [("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
     "AiterInt8ScaledMMLinearKernel": [("rocm", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
     "XPUwNa16LinearKernel": [("xpu", CONTRACT, _XPU + "test_computes_what_the_spec_says")],
+    "XPUFP8ScaledMMLinearKernel": [("xpu", CONTRACT, _XPU + "test_computes_what_the_spec_says")],
     "XPUMxFp8LinearKernel": [("xpu", CONTRACT, _XPU + "test_computes_what_the_spec_says")],
     "XPUW4A8IntLinearKernel": [("xpu", CONTRACT, _XPU + "test_w4a8_is_right_to_half_precision")],
     "CutlassNvFp4LinearKernel": [("cuda", TORCH, _MICRO)],

@@ -71,10 +71,20 @@ def fp8_gemm(A, B, out_dtype, A_scale_, B_scale_, bias_):
     check(A_scale_.is_contiguous(), "A_scale must be contiguous for fp8 matmul")
     check(B_scale_.is_contiguous(), "B_scale must be contiguous for fp8 matmul")
     check(bias_ is None or bias_.is_contiguous(), "bias must be contiguous for fp8 matmul")
-    assert A_scale_.dtype == B_scale_.dtype == torch.float8_e8m0fnu and B.stride() == (1, k)
-    assert A_scale_.shape == (m, k // 32) and B_scale_.shape == (k // 32, n)
-    a = scaled(A.double(), A_scale_.view(torch.uint8), 32, "e8m0")
-    w = scaled(B.t().double(), B_scale_.t().contiguous().view(torch.uint8), 32, "e8m0")
+    assert A_scale_.dtype == B_scale_.dtype and B.stride() == (1, k)
+    if A_scale_.dtype == torch.float8_e8m0fnu:
+        assert A_scale_.shape == (m, k // 32) and B_scale_.shape == (k // 32, n)
+        a = scaled(A.double(), A_scale_.view(torch.uint8), 32, "e8m0")
+        w = scaled(B.t().double(), B_scale_.t().contiguous().view(torch.uint8), 32, "e8m0")
+    elif A_scale_.dim() == 2 and A_scale_.shape[1] > 1:  # what dnnl_matmul_w8a8_fp8 goes by: blocks
+        assert A_scale_.dtype == torch.float32 and A_scale_.shape[1] == B_scale_.shape[0]
+        groups, columns = k // B_scale_.shape[0], n // B_scale_.shape[1]
+        assert groups == columns == 128 and k % 128 == 0 and n % 128 == 0
+        a = A.double() * A_scale_.double().repeat_interleave(128, 1)
+        w = B.t().double() * B_scale_.double().t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    else:
+        assert A_scale_.dtype == torch.float32 and A_scale_.numel() in (1, m) and B_scale_.numel() in (1, n)
+        a, w = A.double() * A_scale_.double().view(-1, 1), B.t().double() * B_scale_.double().view(-1, 1)
     y = a @ w.T
     return (y if bias_ is None else y + bias_.double()).to(out_dtype)
 

@@ -8,7 +8,7 @@ import bitline
 from bitline import Platform, types
 from bitline.activations import fake_quantize
 from bitline.errors import InputError
-from bitline.kernels.providers import xpu
+from bitline.kernels.providers import xpu, xpu_fp8
 from bitline.select import Policy
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, random_weight
@@ -31,7 +31,20 @@ MX8 = LinearSpec(64, 256, E4M3, (1, 32), scale_dtype=torch.float8_e8m0fnu, act=A
 MX8S = [MX8, MX8.replace(bias=True), MX8.replace(n=33, k=77), MX8.replace(n=7, k=130, act_dtype=torch.float16)]
 
 
-@pytest.mark.parametrize(("kernel", "specs"), [(xpu.XPUwNa16LinearKernel, W4S), (xpu.XPUMxFp8LinearKernel, MX8S)])
+F8 = LinearSpec(64, 256, E4M3, (1, 256), scale_dtype=torch.float32, act=ActSpec(E4M3))
+F8B = LinearSpec(256, 384, E4M3, (128, 128), scale_dtype=torch.float32, act=ActSpec(E4M3, True, "group", 128))
+F8S = [
+    F8, F8.replace(bias=True, act_dtype=torch.float16), F8.replace(n=33, k=77, act_order=True), F8.replace(n=1, k=40),
+    F8.replace(block=(64, 256), act=ActSpec(E4M3, False, "tensor")), F8.replace(scale_dtype=torch.bfloat16, bias=True),
+    F8.replace(act=ActSpec(E4M3, True, "tensor")), F8.replace(block=(16, 256), block_offset=(5, 0)),
+    F8B, F8B.replace(bias=True, act_dtype=torch.float16), F8B.replace(n=128, k=256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "specs"),
+    [(xpu.XPUwNa16LinearKernel, W4S), (xpu_fp8.XPUMxFp8LinearKernel, MX8S), (xpu_fp8.XPUFP8ScaledMMLinearKernel, F8S)],
+)
 def test_computes_what_the_spec_says(kernel, specs):
     with fakes_xpu.xpu():
         assert len(check_kernel(kernel, specs, PLACE).passed) == len(specs)
@@ -98,3 +111,12 @@ def test_the_operators_refuse_other_layouts():
             w4a8(token.view(1, 2))
         with pytest.raises(AssertionError):
             w4a8(s=scale)  # bfloat16: read wrongly
+
+
+def test_fp8_blocks_that_the_operator_would_misread_are_refused():
+    kernel = xpu_fp8.XPUFP8ScaledMMLinearKernel
+    for bad in (F8B.replace(k=128), F8B.replace(n=200), F8B.replace(k=330), F8B.replace(act_order=True), F8.replace(act=None),
+                F8.replace(block=(1, 64)), F8B.replace(block_offset=(5, 0)), MX8):  # fmt: skip
+        assert not kernel.can_implement(bad) and kernel.can_implement(bad).fix
+    for spec in (F8, F8B.replace(n=4096, k=4096)):
+        assert bitline.choose(spec, PLACE, Policy()).best.name == "XPUFP8ScaledMMLinearKernel"

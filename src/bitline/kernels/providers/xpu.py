@@ -1,4 +1,4 @@
-"""oneDNN's products on Intel GPUs, as vllm-xpu-kernels offers them: 4-bit weights with 16- and 8-bit inputs, and MXFP8.
+"""oneDNN's products of 4-bit weights on Intel GPUs, as vllm-xpu-kernels offers them, with 16- and 8-bit inputs.
 
 Layouts are those of the package's C++ (csrc/xpu/onednn/onednn_matmul.cpp) and of its tests: int4 words along K, the first code
 in the low bits, as a transposed view; scales and zero points [K / g, N], contiguous.
@@ -20,7 +20,6 @@ from bitline import bits
 from bitline.activations import quantize_input
 from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed, roofline
-from bitline.kernels.microscale import MXFP8, MicroscaledKernel, quantize_micro
 from bitline.kernels.providers.common import installed
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
@@ -173,36 +172,3 @@ class XPUW4A8IntLinearKernel(_Int4):
         """A roofline at 70 % of both rates, and six passes over x."""
         quantize = 6 * (3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch)
         return quantize + roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=platform.rates.int8) / 0.7
-
-
-class XPUMxFp8LinearKernel(MicroscaledKernel):
-    """MXFP8 by `fp8_gemm`: the weight [K, N] as a transposed view, its scales E8M0 [K / 32, N]."""
-
-    platforms = ("xpu",)
-    backend = "xpu"
-    families = ("mxfp8",)
-    micro = MXFP8
-    rows_to, columns_to = 1, 32
-
-    @classmethod
-    def is_supported(cls, platform: Platform) -> Verdict:
-        """An Intel GPU and the package."""
-        return installed(platform, "vllm_xpu_kernels")
-
-    @classmethod
-    def _layout(cls, codes: Tensor, scale: Tensor) -> Packed:
-        _ops()
-        return {
-            "codes": codes.contiguous().view(torch.float8_e4m3fn),
-            "scale": scale.t().contiguous().view(torch.float8_e8m0fnu),
-        }
-
-    @classmethod
-    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """See Kernel.apply."""
-        codes, scale, _alpha, _top = packed
-        if x.shape[0] == 0:
-            return x.new_empty(0, spec.n)
-        a, a_scale = quantize_micro(pad(x, (0, codes.shape[1] - spec.k)), MXFP8)
-        y: Tensor = _ops().fp8_gemm(a, codes.t(), x.dtype, a_scale.view(torch.float8_e8m0fnu), scale, bias)
-        return y

@@ -1,0 +1,134 @@
+"""oneDNN's product of FP8 on Intel GPUs, as vllm-xpu-kernels offers it: scales per tensor, row and 128x128 block; and MXFP8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bitline.activations import quantize_input
+from bitline.kernels.base import Kernel, Packed, roofline
+from bitline.kernels.microscale import MXFP8, MicroscaledKernel, quantize_micro
+from bitline.kernels.providers.common import installed
+from bitline.kernels.providers.xpu import _ops
+from bitline.platform import Platform
+from bitline.types import YES, ActSpec, LinearSpec, Verdict, no
+from bitline.weight import QuantizedWeight
+
+_BLOCK = 128
+
+
+class XPUFP8ScaledMMLinearKernel(Kernel):
+    """`fp8_gemm`: scales float32, a token's [M, 1] or [M, K / 128], the weight's [N, 1], [1] or [K / 128, N / 128].
+
+    The operator takes scales for those of blocks where a token has several: a layer of one block of columns would be misread.
+    """
+
+    platforms = ("xpu",)
+    backend = "xpu"
+    families = ("fp8", "fp8_block")
+    quantizes_input = True
+    act_dtypes = (torch.bfloat16, torch.float16)
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """An Intel GPU and the package."""
+        return installed(platform, "vllm_xpu_kernels")
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """E4M3 weights and inputs: a scale a row or for all with inputs per token or tensor; whole 128x128 blocks, K of two and
+        more, with inputs in groups of 128."""
+        act, (rows, columns) = spec.act, spec.block
+        if spec.weight.name != "float8_e4m3fn" or spec.zero != "none" or spec.scale2_block is not None:
+            return no(f"weight type {spec.weight}", "float8_e4m3fn weights with one level of scales")
+        if act is None or act.dtype.name != "float8_e4m3fn" or act.scale != "float" or not act.symmetric:
+            return no(f"input scheme {act or 'of 16 bits'}", "float8_e4m3fn inputs")
+        if spec.ragged or spec.scale_dtype.itemsize < 2:
+            return no(
+                f"{spec.scale_dtype} scales, or groups of unequal size", "float scales of a row, a block or the whole weight"
+            )
+        if act.granularity != "group":
+            return YES if spec.grid[1] == 1 else no(f"a scale for {columns} columns", "one scale a row, or for the whole weight")
+        if act.group_size != _BLOCK or (rows, columns) != (_BLOCK, _BLOCK) or not act.dynamic:
+            return no(f"a scale for {rows}x{columns} weights, input scheme {act}", "128x128 blocks and inputs in groups of 128")
+        if spec.n % _BLOCK or spec.k % _BLOCK or spec.k == _BLOCK or any(spec.block_offset) or spec.act_order:
+            return no("blocks that are not whole, or columns in another order", "N and K in multiples of 128, K of 256 and more")
+        return YES
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """codes float8_e4m3fn [N, K], of which the operator gets the transposed view; scale float32 [N, 1] or [K / 128, N / 128];
+        input_scale [1] or empty; perm int32 [K] or empty."""
+        _ops()
+        s = weight.spec
+        if s.act is not None and s.act.granularity == "group":
+            scale = weight.scale.float().t()
+        else:
+            row = (torch.arange(s.n, device=weight.device) + s.block_offset[0]) // s.block[0]
+            scale = weight.scale.float().index_select(0, row)
+        static, device = weight.input_scale, weight.device
+        return {
+            "codes": weight.codes[:, : s.k].clone(memory_format=torch.contiguous_format).view(torch.float8_e4m3fn),
+            "scale": scale.clone(memory_format=torch.contiguous_format),
+            "input_scale": torch.empty(0, device=device) if static is None else static.reshape(1).float(),
+            "perm": torch.empty(0, dtype=torch.int32, device=device) if weight.perm is None else weight.perm.clone(),
+        }
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        codes, scale, static, perm = packed
+        if x.shape[0] == 0:
+            return x.new_empty(0, spec.n)
+        assert spec.act is not None
+        x = x.index_select(1, perm) if perm.numel() else x
+        if spec.act.granularity == "group":
+            rows = ActSpec(spec.act.dtype, True, "token", limit=spec.act.limit)
+            a, a_scale, _none = quantize_input(x.reshape(-1, _BLOCK), rows)
+            a, a_scale = a.view(x.shape), a_scale.view(x.shape[0], -1)
+        else:
+            a, a_scale, _none = quantize_input(x, spec.act, static if static.numel() else None)
+        y: Tensor = _ops().fp8_gemm(a, codes.t(), x.dtype, a_scale.contiguous(), scale, bias)
+        return y
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """A roofline at 70 % of both rates, and six passes over x."""
+        quantize = 6 * (3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch)
+        return quantize + roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=platform.rates.of("fp8")) / 0.7
+
+
+class XPUMxFp8LinearKernel(MicroscaledKernel):
+    """MXFP8 by `fp8_gemm`: the weight [K, N] as a transposed view, its scales E8M0 [K / 32, N]."""
+
+    platforms = ("xpu",)
+    backend = "xpu"
+    families = ("mxfp8",)
+    micro = MXFP8
+    rows_to, columns_to = 1, 32
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """An Intel GPU and the package."""
+        return installed(platform, "vllm_xpu_kernels")
+
+    @classmethod
+    def _layout(cls, codes: Tensor, scale: Tensor) -> Packed:
+        _ops()
+        return {
+            "codes": codes.contiguous().view(torch.float8_e4m3fn),
+            "scale": scale.t().contiguous().view(torch.float8_e8m0fnu),
+        }
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        codes, scale, _alpha, _top = packed
+        if x.shape[0] == 0:
+            return x.new_empty(0, spec.n)
+        a, a_scale = quantize_micro(pad(x, (0, codes.shape[1] - spec.k)), MXFP8)
+        y: Tensor = _ops().fp8_gemm(a, codes.t(), x.dtype, a_scale.view(torch.float8_e8m0fnu), scale, bias)
+        return y
