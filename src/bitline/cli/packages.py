@@ -30,7 +30,7 @@ KNOWN = {
     "fbgemm_gpu": Package("NVFP4 kernels of FBGEMM for NVIDIA Blackwell", "pip install fbgemm-gpu-genai"),
     "aiter": Package("int8 kernels for AMD Instinct", "build AITER from its repository, for your ROCm"),
     "humming": Package("weight-only, FP8 and int8 kernels for NVIDIA GPUs", "pip install humming-kernels"),
-    "vllm_xpu_kernels": Package("int4 and MXFP8 kernels for Intel GPUs", "pip install vllm-xpu-kernels"),
+    "vllm_xpu_kernels": Package("int4, FP8 and MXFP8 kernels for Intel GPUs", "pip install vllm-xpu-kernels"),
 }
 
 
