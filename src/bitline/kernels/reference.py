@@ -60,8 +60,9 @@ class ReferenceLinearKernel(Kernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """On a CPU the measured passes over the weight; elsewhere four, each of which reads and writes it as float32, and
-        the dispatch of each chunk's many small operators (180 us at 192x576 on an H200)."""
+        """On a CPU the measured passes over the weight; elsewhere four, each of which reads and writes it as float32, the
+        dispatch of each chunk's many small operators (180 us at 192x576 on an H200), and where the input is quantized as many
+        passes over it as the formula has operators: about 8, 32 for micro-scaled inputs."""
         if platform.vendor == "cpu":
             weights = spec.n * spec.k
             chunk = bits.rows_per_chunk(spec.k) * spec.k
@@ -70,6 +71,9 @@ class ReferenceLinearKernel(Kernel):
         passes = 4 * 8 * spec.n * spec.k / platform.rates.bandwidth
         dispatch = 60 * platform.rates.launch * -(-spec.n // bits.rows_per_chunk(spec.k))
         rate = matmul_rate(spec, platform)
+        if spec.act is not None:
+            each = 8 * m * spec.k / platform.rates.bandwidth + platform.rates.launch
+            passes += (8 if spec.act.scale == "float" else 32) * each
         return dispatch + passes + roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=rate)
 
 
