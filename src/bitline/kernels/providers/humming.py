@@ -190,7 +190,7 @@ class HummingLinearKernel(_Humming):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """Shares of the rates and a call of 2.5 us more than nothing: within 15 % of most of what was measured on an H200
+        """Shares of the rates and a call of 2.5 us more than nothing: within 20 % of what was measured on an H200
         (W4A16, MXFP4 and NVFP4; 4096x4096 to 8192x28672; 1 to 4096 rows). Fine groups cost bandwidth."""
         rates, fine = platform.rates, 0 < spec.block[1] < min(64, spec.k)
         size = spec.weight_bytes() + 2 * m * (spec.n + spec.k)
@@ -226,7 +226,7 @@ class _Quantized(_Humming):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """Six passes over x, and shares of the rates: within 15 % of what was measured on an H200 for 28672x4096, 1 to 4096
+        """Six passes over x, and shares of the rates: within 20 % of what was measured on an H200 for 28672x4096, 1 to 4096
         rows, without these passes, which humming does in one."""
         rates = platform.rates
         passes = 6 * (3 * m * spec.k / rates.bandwidth + rates.launch)
