@@ -138,6 +138,8 @@ def _awq(m: Tensors, settings: dict[str, Any]) -> Layer:
     if "qzeros" in m:
         demand(m["qzeros"].shape == (groups, -(-n * bits // 32)), "zero points of another shape")
         zeros = columns(m["qzeros"].words())
+        middle = zeros == 1 << (bits - 1)
+        demand(not settings["sym"] or not middle[0].all() or middle.all(), "zero points that the config denies")
     else:
         demand(settings["sym"], "no zero points")
     values = (columns(m["qweight"].words()) - zeros[np.arange(k) // _group(settings, k)]).T

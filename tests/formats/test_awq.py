@@ -77,6 +77,14 @@ def test_zeros_that_the_config_denies_are_used(tmp_path):
     assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [k // G for k in range(K)]))
 
 
+def test_denied_zeros_of_a_later_group_are_refused_when_read(tmp_path):
+    codes, _, scales = random_layer(K, N, 3, 4)
+    layer = one(tmp_path, config(zero_point=False), awq(codes, [[8] * N, [8] * N, [8] * (N - 1) + [7]], scales))
+    assert layer.spec.zero == "none"
+    with pytest.raises(CheckpointError, match=r"m\.proj\.qzeros.*found 7 to 8, expected 8"):
+        layer.weight()
+
+
 def test_no_qzeros(tmp_path):
     codes, _, scales = random_layer(K, N, 3, 4)
     layer = one(tmp_path / "a", config(zero_point=False), awq(codes, None, scales))

@@ -38,7 +38,7 @@ class AWQReader:
         return config.get("quant_method") == "awq" or packing(config) == "awq gemm"
 
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
-        """Every module with a qweight. Of tensor data only the qzeros of configs without zero points are read."""
+        """Every module with a qweight. Of data only the first qzeros are read, where the config denies them."""
         config, file = find_quantization(source)
         version = _version(config, file)
         names = list(modules(source))
@@ -112,28 +112,35 @@ def _record(m: IntModule, label: str, interleaved: bool) -> LayerRecord:
             codes = _words.awq_codes(packed, m.n)
         else:
             codes = _words.awq_stream_codes(packed, m.width, m.n, interleaved=interleaved)
-        return {"codes": codes, "zero": None if symmetric else _zeros(m, interleaved)}
+        zero = None
+        if m.qzeros is not None:
+            zero = _words.zero_points(m.read("qzeros"), m.width, m.n, interleaved=interleaved)
+            if symmetric and not _all_middle(zero, m.width):
+                found = f"{int(zero.min())} to {int(zero.max())}"
+                raise m.error(m.qzeros, "zero points that the config denies, after a group without", found, 1 << (m.width - 1))
+            zero = None if symmetric else zero
+        return {"codes": codes, "zero": zero}
 
     return m.done(label, spec, read)
 
 
 def _symmetric(m: IntModule, interleaved: bool) -> bool:
-    """True where every zero point is the middle one: there are no qzeros, or the config promises it and they agree."""
+    """True where every zero point is the middle one: there are no qzeros, or the config says so and the first group agrees."""
     if m.qzeros is None:
         if not m.settings.symmetric:
             m.need("qzeros", (torch.int32,))
         return True
     if not m.settings.symmetric:
         return False
-    if bool((_zeros(m, interleaved) == 1 << (m.width - 1)).all()):
+    first = _words.zero_points(m.source.read(m.qzeros.name, rows=1), m.width, m.n, interleaved=interleaved)
+    if _all_middle(first, m.width):
         return True
     m.oddities.append("the config says that there are no zero points, but qzeros hold some: they are used")
     return False
 
 
-def _zeros(m: IntModule, interleaved: bool) -> Tensor:
-    """qzeros int32 [G, n*width/32] to zero points uint8 [n, G]."""
-    return _words.zero_points(m.read("qzeros"), m.width, m.n, interleaved=interleaved)
+def _all_middle(zero: Tensor, width: int) -> bool:
+    return bool((zero == 1 << (width - 1)).all())
 
 
 READER = AWQReader()
