@@ -18,6 +18,8 @@ import torch
 
 from bitline import bits, memory, native, types
 from bitline.formats import _words
+from bitline.formats.gguf_blocks import BLOCKS, Planes
+from bitline.formats.gguf_blocks import SIZES as BLOCK_SIZES
 from bitline.kernels.native_cpu import OP
 from bitline.kernels.native_cpu import CPUWNA16LinearKernel as Kernel
 from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel
@@ -114,6 +116,17 @@ def repacking(r: random.Random) -> None:
             assert native.all_finite(placed(torch.zeros(n).to(dtype)))
 
 
+def gguf(r: random.Random) -> None:
+    for kind in (kind for kind in BLOCKS.values() if isinstance(kind.codes, Planes)):
+        size = next(found for name, found in BLOCK_SIZES.items() if BLOCKS.get(name) is kind)[1]
+        for rows in r.sample(SIZES, 3):
+            count = r.choice((1, 2, 3, 5))
+            blocks = random_bytes(rows, count * size).view(rows, count, size)
+            k = count * kind.codes.size
+            out = empty(rows, bits.row_bytes(k, kind.codes.bits), dtype=torch.uint8)
+            assert kind.codes.read(blocks, out) and torch.equal(out, kind.codes(blocks))
+
+
 INT4 = (types.uint4b8, types.uint4, types.uint3b4, types.uint2, types.uint8b128, types.uint8, types.int4, types.int8,
         types.float4_e2m1, types.uint5b16)  # fmt: skip
 
@@ -203,6 +216,7 @@ def main() -> None:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             repacking(r)
+            gguf(r)
             torchs_int4(r)
             if level != "portable":
                 linear(r)
