@@ -17,7 +17,7 @@ from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
 _ALIGN = 16  # torch's scaled product wants K and N in multiples of 16
-_AMD = ("gfx950", "gfx1200", "gfx1201")
+_AMD = ("gfx942", "gfx950", "gfx1200", "gfx1201")
 
 
 class _TorchFP8Kernel(Kernel):
@@ -35,14 +35,13 @@ class _TorchFP8Kernel(Kernel):
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
-        """NVIDIA from sm89, AMD with OCP FP8 units."""
+        """NVIDIA from sm89, AMD with FP8 units: OCP's, and gfx942's, whose codes stand for half as much (`fnuz`)."""
         if platform.vendor == "cpu":
             return no("torch's FP8 product on a CPU is 100 to 1000 times slower than its bfloat16 one", "cuda:sm89 or newer")
         if platform.vendor == "cuda" and platform.capability < 89:
             return no(f"{platform.arch} has no FP8 matrix instructions", "sm89 or newer")
         if platform.vendor == "rocm" and platform.arch not in _AMD:
-            wants = "takes FP8 as e4m3fnuz, not e4m3fn" if platform.arch == "gfx942" else "has no FP8 matrix instructions"
-            return no(f"{platform.arch} {wants}", ", ".join(_AMD))
+            return no(f"{platform.arch} has no FP8 matrix instructions", ", ".join(_AMD))
         return YES
 
     @classmethod
@@ -65,7 +64,8 @@ class _TorchFP8Kernel(Kernel):
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """codes float8_e4m3fn [N', K'] in input order, scale float32 [N'], input_scale float32 [1, 1] or empty."""
+        """codes float8_e4m3fn [N', K'] in input order, scale float32 [N'], input_scale float32 [1, 1] or empty. On gfx942 codes
+        are float8_e4m3fnuz and scales twice the weight's."""
         s = weight.spec
         n, k = _aligned(s.n), _aligned(s.k)
         codes = torch.zeros(n, k, dtype=torch.uint8, device=weight.device)
@@ -77,9 +77,10 @@ class _TorchFP8Kernel(Kernel):
         scale = pad(weight.scales()[:, 0].index_select(0, row), (0, n - s.n), value=1.0)
         static = weight.input_scale if s.act is not None and not s.act.dynamic else None
         absent = torch.empty(0, device=weight.device)
+        halved = _takes_fnuz(weight.device)
         return {
-            "codes": codes.view(torch.float8_e4m3fn),
-            "scale": scale,
+            "codes": fnuz(codes) if halved else codes.view(torch.float8_e4m3fn),
+            "scale": 2 * scale if halved else scale,
             "input_scale": absent if static is None else static.float().reshape(1, 1),
         }
 
@@ -90,7 +91,9 @@ class _TorchFP8Kernel(Kernel):
         if m == 0:
             return x.new_empty(0, spec.n)
         codes, scale, static = packed
-        a, a_scale = _quantize(x, spec, static, codes.shape[1], max(m, cls.min_rows))
+        halved = codes.dtype == torch.float8_e4m3fnuz
+        a, a_scale = _quantize(x, spec, static, codes.shape[1], max(m, cls.min_rows), fused=not halved)
+        a, a_scale = (fnuz(a), 2 * a_scale) if halved else (a, a_scale)
         if bias is not None and codes.shape[0] != spec.n:
             bias = pad(bias, (0, codes.shape[0] - spec.n))
         return cls._product(a, a_scale, codes, scale, bias, x.dtype)[:m, : spec.n].contiguous()
@@ -180,11 +183,30 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
 
 
-def _quantize(x: Tensor, spec: LinearSpec, static: Tensor, columns: int, rows: int) -> tuple[Tensor, Tensor]:
-    """x [M, K] to FP8 codes [rows, columns], zeros beyond M and K, and its scale float32 [rows, 1] or [1, 1]."""
+def fnuz(codes: Tensor) -> Tensor:
+    """E4M3's codes, or their bytes, as float8_e4m3fnuz of half the value, whose bits are the same but for -0 and NaN: it has one
+    more of exponent bias, one zero, and 0x80 for NaN."""
+    raw = codes.view(torch.uint8)
+    nan = raw.new_full((), 0x80)
+    return torch.where((raw & 0x7F) == 0x7F, nan, torch.where(raw == 0x80, raw.new_zeros(()), raw)).view(torch.float8_e4m3fnuz)
+
+
+@functools.cache
+def _takes_fnuz(device: torch.device) -> bool:
+    """AMD's gfx942, whose FP8 units are of before OCP's standard."""
+    if device.type != "cuda" or torch.version.hip is None:
+        return False
+    return str(torch.cuda.get_device_properties(device).gcnArchName).startswith("gfx942")
+
+
+def _quantize(
+    x: Tensor, spec: LinearSpec, static: Tensor, columns: int, rows: int, *, fused: bool = True
+) -> tuple[Tensor, Tensor]:
+    """x [M, K] to FP8 codes [rows, columns], zeros beyond M and K, and its scale float32 [rows, 1] or [1, 1]. fused: where Triton
+    is there and has E4M3."""
     act = spec.act
     assert act is not None
-    if act.dynamic and act.granularity == "token" and _has_triton():
+    if fused and act.dynamic and act.granularity == "token" and _has_triton():
         from bitline.kernels.triton import fp8_quantize_device
 
         codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)

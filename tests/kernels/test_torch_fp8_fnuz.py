@@ -1,0 +1,47 @@
+"""FP8 on AMD's gfx942, whose units read another E4M3: the codes' change is exact, and torch's product gets nothing else."""
+
+import pytest
+import torch
+
+from bitline import types
+from bitline.kernels import torch_fp8
+from bitline.testing.conformance import check_kernel
+from bitline.types import ActSpec, LinearSpec
+
+E4M3 = types.float8_e4m3fn
+SPEC = LinearSpec(64, 256, E4M3, (1, 256), scale_dtype=torch.float32, act=ActSpec(E4M3))
+SPECS = [
+    SPEC, SPEC.replace(bias=True, n=33, k=77), SPEC.replace(act_dtype=torch.float16, act_order=True),
+    SPEC.replace(block=(64, 256), act=ActSpec(E4M3, False, "tensor")),
+    SPEC.replace(block=(64, 256), act=ActSpec(E4M3, True, "tensor")),
+]  # fmt: skip
+
+
+def test_the_change_of_codes_is_exact():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    changed = torch_fp8.fnuz(codes)
+    assert changed.dtype == torch.float8_e4m3fnuz
+    torch.testing.assert_close(2 * changed.float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None):
+    """As torch's on a gfx942: both factors float8_e4m3fnuz, b a transposed view, scales of a whole or of rows and columns."""
+    assert a.dtype == b.dtype == torch.float8_e4m3fnuz and a.is_contiguous() and b.stride(0) == 1
+    assert a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0 and scale_a.dtype == scale_b.dtype == torch.float32
+    if scale_a.numel() > 1 or scale_b.numel() > 1:
+        assert out_dtype == torch.bfloat16 and scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
+    y = (a.float().double() @ b.float().double()) * scale_a.double() * scale_b.double()
+    return (y if bias is None else y + bias.double()).to(out_dtype)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        torch_fp8.PerTensorTorchFP8ScaledMMLinearKernel, torch_fp8.RowWiseTorchFP8ScaledMMLinearKernel,
+        torch_fp8.ChannelWiseTorchFP8ScaledMMLinearKernel,
+    ],
+)  # fmt: skip
+def test_computes_what_the_spec_says(kernel, monkeypatch):
+    monkeypatch.setattr(torch_fp8, "_takes_fnuz", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    assert len(check_kernel(kernel, SPECS, "rocm:gfx942").passed) >= 2
