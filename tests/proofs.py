@@ -10,6 +10,9 @@ TORCH = "called in CI as torch's own checks ask"
 
 _COMPILE = "tests/kernels/test_triton_compile.py::test_compiles"
 _W4 = "tests/kernels/test_triton_w4a16.py::test_conformance"
+_MINIFLOAT = "tests/kernels/test_triton_minifloat.py::"
+_RDNA = "tests/kernels/test_triton_w4a16.py::test_the_tiles_of_amd"
+_HOPPER = "tests/kernels/test_hopper_compile.py::test_compiles"
 _GPU = "tests/gpu/test_kernels_gpu.py::"
 _TORCH_CPU = "tests/kernels/test_torch_cpu.py::test_through_a_layer"
 _EMULATION = "tests/kernels/test_emulation.py::test_a_family_is_emulated_exactly"
@@ -22,6 +25,10 @@ _GPUS = "tests/providers/test_gpu_providers.py::"
 _ARK = "tests/providers/inside_ark.py::"
 _XPU = "tests/providers/test_xpu.py::"
 _HUMMING = "tests/providers/test_humming.py::test_computes_what_the_spec_says"
+
+_MARLIN = [
+    ("cpu", INTERPRETED, _MINIFLOAT + "test_marlins_names"), ("cuda", COMPILED, _COMPILE), ("cuda", COMPILED, _HOPPER),
+]  # fmt: skip
 
 PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "ReferenceLinearKernel": [
@@ -45,6 +52,9 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
         ("cpu", INTERPRETED, _W4), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
         ("cuda", H200, _GPU + "test_triton_conformance"),
     ],
+    "TritonMinifloatLinearKernel": [
+        ("cpu", INTERPRETED, _MINIFLOAT + "test_conformance"), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
+    ],
     "TritonInt8ScaledMMLinearKernel": [
         ("cpu", INTERPRETED, _SCALED + "test_int8"), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
         ("cuda", H200, _GPU + "test_int8_conformance"),
@@ -54,7 +64,7 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
         ("cuda", H200, _GPU + "test_block_conformance"),
     ],
     "GluonHopperLinearKernel": [
-        ("cuda", COMPILED, "tests/kernels/test_hopper_compile.py::test_compiles"),
+        ("cuda", COMPILED, _HOPPER),
         ("cuda", H200, "tests/gpu/test_hopper_gpu.py::test_conformance"),
     ],
     "PerTensorTorchFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
@@ -64,10 +74,11 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "CutlassInt8ScaledMMLinearKernel": [("cuda", H200, _GPU + "test_int8_conformance")],
     "CutlassFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
     "CutlassFp8BlockScaledMMKernel": [("cuda", H200, _GPU + "test_block_conformance")],
-    "MarlinNvFp4LinearKernel": [("cuda", COMPILED, "tests/kernels/test_hopper_compile.py::test_compiles")],
-    "MarlinMxFp4LinearKernel": [("cuda", COMPILED, "tests/kernels/test_hopper_compile.py::test_compiles")],
-    "MarlinMxfp8LinearKernel": [("cuda", COMPILED, "tests/kernels/test_hopper_compile.py::test_compiles")],
-    "RDNA3W4A16LinearKernel": [("cpu", INTERPRETED, _W4), ("rocm", COMPILED, _COMPILE)],
+    "MarlinNvFp4LinearKernel": _MARLIN,
+    "MarlinMxFp4LinearKernel": _MARLIN,
+    "MarlinMxfp8LinearKernel": _MARLIN,
+    "MarlinFP8ScaledMMLinearKernel": _MARLIN,
+    "RDNA3W4A16LinearKernel": [("cpu", INTERPRETED, _RDNA), ("rocm", COMPILED, _COMPILE)],
     "DeepGemmFp8BlockScaledMMKernel": [("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": [("cuda", CONTRACT, _GPUS + "test_one_weight_two_kernels")],
     "HummingLinearKernel": [("cuda", CONTRACT, _HUMMING)],

@@ -16,7 +16,7 @@ from bitline.generate import _check_logits
 from bitline.kernels import registry
 from bitline.kernels.linear import MPLinearLayerConfig, PackedParameter, RowParameter, init_linear_kernel
 from bitline.kernels.linear.outside import write_layer
-from bitline.kernels.triton import w4a16
+from bitline.kernels.triton.layout import layout_of
 from bitline.kernels.triton.scaled_mm import _step
 from bitline.platform import Platform
 from bitline.select import Policy, choose
@@ -132,7 +132,7 @@ def test_06_bfloat16_stays_and_an_overflow_of_float16_is_caught(tmp_path):
 def test_07_no_tile_reads_one_scale_for_columns_of_two_groups():
     for width in (2, 4, 8):
         for group in (16, 24, 32, 48, 64, 96, 128, 160, 256, 4096):
-            layout = w4a16._layout(LinearSpec(64, 4096, types.SCALAR_TYPES[f"uint{width}"], (1, group), zero="int"))
+            layout = layout_of(LinearSpec(64, 4096, types.SCALAR_TYPES[f"uint{width}"], (1, group), zero="int"))
             assert layout.group in (0, 32) or (layout.group % layout.span == 0 and layout.chunk % layout.span == 0)
             assert layout.group != 32 or layout.span == 32
     act = ActSpec(types.float8_e4m3fn, True, "group", 128)

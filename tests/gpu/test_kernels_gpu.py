@@ -6,7 +6,7 @@ import torch
 from bitline import Platform, QuantLinear, types
 from bitline.activations import fake_quantize, quantize_input
 from bitline.kernels import cutlass, torch_fp8
-from bitline.kernels.triton import scaled_mm, w4a16
+from bitline.kernels.triton import launch, scaled_mm
 from bitline.kernels.triton.scaled_mm import TritonFp8BlockScaledMMKernel, TritonInt8ScaledMMLinearKernel
 from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
 from bitline.testing import check, check_exact
@@ -146,7 +146,7 @@ def test_panels_and_the_fused_kernel_agree_with_the_reference():
     weight = random_weight(spec, 2, "cuda")
     packed, bias = list(TritonW4A16LinearKernel.pack(weight).values()), weight.bias.bfloat16()
     x = inputs(300, spec, 3, "cuda")
-    check(w4a16._by_panels(x, packed, bias, spec), x, weight)
+    check(launch.by_panels(x, packed, bias, spec), x, weight)
 
 
 def _layers():

@@ -5,7 +5,14 @@ import torch
 
 from bitline import Platform, types
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
-from bitline.kernels.hopper.marlin import MarlinMxFp4LinearKernel, MarlinMxfp8LinearKernel, MarlinNvFp4LinearKernel
+from bitline.kernels.marlin import (
+    MarlinFP8ScaledMMLinearKernel,
+    MarlinMxFp4LinearKernel,
+    MarlinMxfp8LinearKernel,
+    MarlinNvFp4LinearKernel,
+    _on,
+)
+from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.kernels.triton.rdna3 import RDNA3W4A16LinearKernel
 from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
 from bitline.types import ActSpec, LinearSpec
@@ -14,18 +21,31 @@ E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 NV = LinearSpec(64, 256, types.float4_e2m1, (1, 16), scale_dtype=E4M3, scale2_block=(64, 256))
 MX4 = LinearSpec(64, 256, types.float4_e2m1, (1, 32), scale_dtype=E8M0)
 MX8 = MX4.replace(weight=types.float8_e4m3fn)
-OF = {MarlinNvFp4LinearKernel: NV, MarlinMxFp4LinearKernel: MX4, MarlinMxfp8LinearKernel: MX8}
+FP8 = MX8.replace(block=(1, 256), scale_dtype=torch.float32)
+OF = {MarlinNvFp4LinearKernel: NV, MarlinMxFp4LinearKernel: MX4, MarlinMxfp8LinearKernel: MX8, MarlinFP8ScaledMMLinearKernel: FP8}
 
 
 @pytest.mark.parametrize("kernel", OF)
 def test_marlin(kernel):
-    assert kernel.pack.__func__ is GluonHopperLinearKernel.pack.__func__
-    assert kernel.apply.__func__ is GluonHopperLinearKernel.apply.__func__
     assert [bool(kernel.can_implement(spec)) for spec in OF.values()] == [k is kernel for k in OF]
     act = ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3")
     refused = kernel.can_implement(OF[kernel].replace(act=act))
     assert not refused and "16-bit inputs" in refused.reason
-    assert kernel.is_supported.__func__ is GluonHopperLinearKernel.is_supported.__func__
+    assert not kernel.is_supported(Platform.parse("cuda:sm70")) and "cuda" in kernel.platforms
+
+
+def test_marlin_is_hoppers_kernel_where_that_does_the_layer_and_the_portable_one_elsewhere():
+    hopper, older = Platform.parse("cuda:sm90"), Platform.parse("cuda:sm80")
+    for kernel, spec in OF.items():
+        assert kernel.is_supported(older) and kernel.is_supported(hopper)
+        assert _on(spec, older) is TritonMinifloatLinearKernel
+        assert kernel.cost(spec, older, 1) == TritonMinifloatLinearKernel.cost(spec, older, 1)
+        if GluonHopperLinearKernel.is_supported(hopper):
+            assert _on(spec, hopper) is GluonHopperLinearKernel
+            assert kernel.cost(spec, hopper, 1) == GluonHopperLinearKernel.cost(spec, hopper, 1)
+    assert _on(NV.replace(act_dtype=torch.float16), hopper) is TritonMinifloatLinearKernel
+    blocks = FP8.replace(n=300, block=(128, 128))
+    assert MarlinFP8ScaledMMLinearKernel.can_implement(blocks)
 
 
 def test_rdna3():

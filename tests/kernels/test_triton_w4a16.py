@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bitline import Platform, types
+from bitline.kernels.triton.layout import layout_of
 from bitline.testing import check, check_exact, poison
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
@@ -17,8 +18,9 @@ pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
-    from bitline.kernels.triton import w4a16
-    from bitline.kernels.triton.tiles import Tile
+    from bitline.kernels.triton import launch
+    from bitline.kernels.triton.rdna3 import RDNA3W4A16LinearKernel
+    from bitline.kernels.triton.tiles import Machine, Tile
     from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel as Kernel
 
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs inside the interpreted process")
@@ -41,8 +43,8 @@ def _apply(weight, x, tile=None):
         if tile is None:
             return Kernel.apply(x, packed, bias, weight.spec)
         if tile == "panels":
-            return w4a16._by_panels(x, packed, bias, weight.spec)
-        return w4a16._fused(x, packed, bias, w4a16._Plan(weight.spec, tile, packed[0].shape[0], bias is not None, x.device))
+            return launch.by_panels(x, packed, bias, weight.spec)
+        return launch.fused(x, packed, bias, launch.Plan(weight.spec, tile, packed[0].shape[0], bias is not None, False))
 
 
 def test_under_the_interpreter():
@@ -107,6 +109,46 @@ def test_rows_of_every_bucket():
     weight = lossless_weight(BASE.replace(n=20))
     for m in (9, 16, 33, 129, 257):
         check_exact(_apply(weight, x := lossless_inputs(m, weight.spec)), x, weight)
+
+
+@inside
+@pytest.mark.parametrize("wave32", [True, False])
+def test_the_tiles_of_amd(wave32, monkeypatch):
+    """RDNA's, and those of CDNA's waves of 64: 16 columns of x at least, K split over programs whose float32 sums are added in
+    their order."""
+    monkeypatch.setattr(launch, "machine", lambda device: Machine(False, wave32, 64 * 1024))
+    monkeypatch.setattr(launch, "_plans", {})
+    half = BASE.replace(n=33, k=520, block=(1, 64), act_dtype=torch.float16)
+    if wave32:
+        check_kernel(RDNA3W4A16LinearKernel, [BASE, half.replace(act_order=True)], "rocm:gfx1100")
+    else:
+        check_kernel(Kernel, [half], "rocm:gfx942")
+    tiles = [plan.tile for plan in launch._plans.values()]
+    assert {tile.splits > 1 for tile in tiles} == {True, False} and all(tile.bm >= 16 for tile in tiles)
+    assert not wave32 or all(tile.bn <= 64 and tile.warps >= 4 for tile in tiles)
+
+
+@inside
+def test_splits_are_added_in_their_order():
+    """Bit for bit the sum of what each part of K gives alone, first to last, in float32."""
+    weight = random_weight(BASE.replace(n=48, k=640, act_dtype=torch.float16))
+    x = inputs(5, weight.spec)
+    packed = list(Kernel.pack(weight).values())
+    plan = launch.Plan(weight.spec, Tile(1, 64, 16, 4, 1, 5), 5, False, False)
+    parts = torch.empty(5, 5, 48)
+    codes, scale, zero, offset, fine, perm = packed
+    plan.launch((1, 1, 5), False, x, codes, scale, zero, offset, fine, perm, x, parts, 5, 48, 640, 0, 5, scale.shape[0], 1)
+    total = torch.zeros(5, 48)
+    for part in parts:
+        total = total + part
+    assert torch.equal(launch.fused(x, packed, None, plan), total.half())
+
+
+def test_sums_in_float32_alone_stay_short():
+    for group in (256, 272, 128, 64):
+        layout = layout_of(BASE.replace(weight=types.uint2b1, block=(1, group), act_dtype=torch.float32))
+        assert layout.span == 32  # of 256 columns at once, one output in a few hundred is off by more than is allowed
+    assert layout_of(BASE).span == 128
 
 
 @inside

@@ -12,21 +12,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bitline import types
-from bitline.kernels.triton import fp8_quantize_device, scaled_mm_device, w4a16, w4a16_device
+from bitline.kernels.triton import fp8_quantize_device, gemm_device, scaled_mm_device
+from bitline.kernels.triton.launch import constants_of, format_of
+from bitline.kernels.triton.layout import layout_of
 from bitline.kernels.triton.scaled_mm import _tile as tile_of_scaled_mm
-from bitline.kernels.triton.tiles import choose_tile
+from bitline.kernels.triton.tiles import Machine, choose_tile
 from bitline.types import LinearSpec
 
-# name -> (target, shared memory that one program may take)
+# name -> (target, what tiles depend on)
 TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
-    "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024),
-    "sm_120": (GPUTarget("cuda", 120, 32), 99 * 1024),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
-    "gfx1100": (GPUTarget("hip", "gfx1100", 32), 64 * 1024),
-    "gfx1201": (GPUTarget("hip", "gfx1201", 32), 64 * 1024),
+    "sm_80": (GPUTarget("cuda", 80, 32), Machine(True, False, 163 * 1024)),
+    "sm_90": (GPUTarget("cuda", 90, 32), Machine(True, False, 227 * 1024)),
+    "sm_120": (GPUTarget("cuda", 120, 32), Machine(True, False, 99 * 1024)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), Machine(False, False, 64 * 1024)),
+    "gfx1100": (GPUTarget("hip", "gfx1100", 32), Machine(False, True, 64 * 1024)),
+    "gfx1201": (GPUTarget("hip", "gfx1201", 32), Machine(False, True, 64 * 1024)),
 }
 BASE = LinearSpec(4096, 4096, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
+MX = BASE.replace(weight=types.float4_e2m1, block=(1, 32), scale_dtype=torch.float8_e8m0fnu)
+FP8 = BASE.replace(weight=types.float8_e4m3fn, block=(1, 4096), scale_dtype=torch.float32)
 VARIANTS = {
     "g128": (BASE, (1, 16, 32, 64, 256)),
     "offset g32": (BASE.replace(n=1536, k=576, weight=types.uint4, zero="float", block=(1, 32)), (1, 16)),
@@ -35,7 +39,16 @@ VARIANTS = {
     "2 bits channel": (BASE.replace(weight=types.uint2b2, block=(1, 4096)), (1, 64)),
     "8 bits": (BASE.replace(weight=types.uint8b128), (1, 64)),
     "float32": (BASE.replace(act_dtype=torch.float32), (1,)),
+    "MXFP4": (MX, (1, 16, 256)),
+    "NVFP4": (MX.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(4096, 4096)), (1, 16, 64, 256)),
+    "NVFP4 fp16": (MX.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, act_dtype=torch.float16), (1, 256)),
+    "MXFP8": (MX.replace(weight=types.float8_e4m3fn), (1, 256)),
+    "FP8": (FP8, (1, 16, 64, 256)),
+    "FP8 fp16": (FP8.replace(act_dtype=torch.float16), (1, 256)),
+    "FP8 block": (FP8.replace(block=(128, 128)), (1, 64)),
+    "E5M2": (FP8.replace(weight=types.float8_e5m2), (1, 256)),
 }
+ONCE = ("fp16 zero", "8 bits", "NVFP4 fp16", "FP8 fp16", "MXFP8", "FP8 block", "E5M2")  # for sm_90 alone
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -48,42 +61,48 @@ def compiled(kernel, pointers, constants, target):
     return triton.compile(ASTSource(kernel, signature, constants, attrs), target=target, options=options)
 
 
-def resources(binary):
-    """Registers and stack bytes by the cuobjdump that comes with Triton; None where it does not."""
+def resources(kernel):
+    """[registers of a thread, bytes that it keeps in memory for want of them]; None where Triton's package has no tool for it."""
+    if "amdgcn" in kernel.asm:
+        found = [re.search(rf"\.{name}:\s*(\d+)", kernel.asm["amdgcn"]) for name in ("vgpr_count", "private_segment_fixed_size")]
+        return [int(number[1]) for number in found]
     tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         return None
-    Path("kernel.cubin").write_bytes(binary)
+    Path("kernel.cubin").write_bytes(kernel.asm["cubin"])
     text = subprocess.run([tool, "-res-usage", "kernel.cubin"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     return [int(found[1]), int(found[2])] if found else None
 
 
 def pointers(spec):
-    act, scale = "*" + NAMES[spec.act_dtype], "*" + NAMES[spec.scale_dtype]
+    act, scale = "*" + NAMES[spec.act_dtype], "*" + NAMES.get(spec.scale_dtype, "fp32")
+    fine = "*i32" if layout_of(spec).chunk == 128 else "*i16"
     table = {"x_ptr": act, "codes_ptr": "*i32", "scale_ptr": scale, "zero_ptr": "*u8", "offset_ptr": scale, "perm_ptr": "*i32"}
-    return {**table, "bias_ptr": act, "out_ptr": act}
+    return {**table, "fine_ptr": fine, "bias_ptr": act, "out_ptr": act}
 
 
 def compile_all(name):
-    target, shared = TARGETS[name]
-    nvidia = target.backend == "cuda"
+    target, machine = TARGETS[name]
     for label, (spec, rows) in VARIANTS.items():
-        if name != "sm_90" and label in ("fp16 zero", "8 bits"):
+        if name != "sm_90" and label in ONCE:
             continue
-        layout = w4a16._layout(spec)
+        layout = layout_of(spec)
         chunks = -(-spec.k // layout.chunk)
-        for m in rows if name == "sm_90" else rows[:1] + rows[-1:]:
-            tile = choose_tile(m, spec.n, chunks, layout.chunk, spec.act_dtype, spec.zero != "none", nvidia, shared)
-            constants = w4a16._constants(spec, False, tile, chunks, nvidia)
+        for m in rows if name == "sm_90" else dict.fromkeys((rows[0], rows[-1])):
+            tile = choose_tile(m, spec.n, chunks, layout.chunk, spec.act_dtype, spec.zero != "none", machine)
+            constants = constants_of(spec, False, tile, chunks, machine.nvidia)
             table = pointers(spec)
             if tile.splits > 1:
                 table["out_ptr"] = "*fp32"
-            yield f"{label} M={m}", compiled(w4a16_device.gemm_kernel, table, constants, target)
+            yield f"{label} M={m}", compiled(gemm_device.gemm_kernel, table, constants, target)
     table = {"parts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
-    yield "reduce", compiled(w4a16_device.reduce_kernel, table, {"SPLITS": 8, "HAS_BIAS": True, "BLOCK": 512}, target)
-    constants = {"BITS": 4, "GROUP": 128, "SPAN": 128, "MIDDLE": 8, "ADJUST": 8, "HAS_ZERO": False, "HAS_OFFSET": False, "BN": 32}
-    yield "dequantize", compiled(w4a16_device.dequantize_kernel, pointers(BASE), constants, target)
+    yield "reduce", compiled(gemm_device.reduce_kernel, table, {"SPLITS": 8, "HAS_BIAS": True, "BLOCK": 512}, target)
+    for label, spec in (("dequantize", BASE), ("dequantize NVFP4", VARIANTS["NVFP4"][0])):
+        layout = layout_of(spec)
+        constants = {"F": format_of(spec, packed_bfloat=False, panel=True), "GROUP": layout.group, "SPAN": layout.span,
+                     "HAS_ZERO": False, "HAS_OFFSET": False, "BN": 32}  # fmt: skip
+        yield label, compiled(gemm_device.dequantize_kernel, pointers(spec), constants, target)
     if name in ("sm_90", "sm_120", "gfx1201"):
         table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
         yield "fp8", compiled(fp8_quantize_device.quantize_kernel, table, {"TINY": 1e-7, "BLOCK": 4096, "num_warps": 8}, target)
@@ -115,5 +134,5 @@ def scaled_mm(name, target):
 
 
 for label, kernel in compile_all(sys.argv[1]):
-    usage = resources(kernel.asm["cubin"]) if "cubin" in kernel.asm else None
-    print(json.dumps({"kernel": label, "shared": kernel.metadata.shared, "limit": TARGETS[sys.argv[1]][1], "usage": usage}))
+    limit = TARGETS[sys.argv[1]][1].shared
+    print(json.dumps({"kernel": label, "shared": kernel.metadata.shared, "limit": limit, "usage": resources(kernel)}))

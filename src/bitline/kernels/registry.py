@@ -25,6 +25,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "EmulationMxfp8LinearKernel",
     ),
     "bitline.kernels.triton.w4a16": ("TritonW4A16LinearKernel",),
+    "bitline.kernels.triton.minifloat": ("TritonMinifloatLinearKernel",),
     "bitline.kernels.hopper.linear": ("GluonHopperLinearKernel",),
     "bitline.kernels.triton.scaled_mm": ("TritonInt8ScaledMMLinearKernel", "TritonFp8BlockScaledMMKernel"),
     "bitline.kernels.torch_fp8": (
@@ -47,7 +48,12 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "FlashInferMxFp4LinearKernel",
         "FlashInferCutlassMxfp8LinearKernel",
     ),
-    "bitline.kernels.hopper.marlin": ("MarlinNvFp4LinearKernel", "MarlinMxFp4LinearKernel", "MarlinMxfp8LinearKernel"),
+    "bitline.kernels.marlin": (
+        "MarlinNvFp4LinearKernel",
+        "MarlinMxFp4LinearKernel",
+        "MarlinMxfp8LinearKernel",
+        "MarlinFP8ScaledMMLinearKernel",
+    ),
     "bitline.kernels.triton.rdna3": ("RDNA3W4A16LinearKernel",),
     "bitline.kernels.providers.deep_gemm": (
         "DeepGemmFp8BlockScaledMMKernel",

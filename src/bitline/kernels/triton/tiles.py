@@ -1,4 +1,7 @@
-"""Tile sizes of the Triton kernels by shape: a fixed table, so that no call ever tunes. Measured on an H200."""
+"""Tile sizes of the Triton kernels by shape: a fixed table, so that no call ever tunes. Measured on an H200.
+
+Those of AMD's waves of 32 (RDNA) are by compiling for them alone: the largest whose sums and weights fit 256 registers.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,27 @@ class Tile(NamedTuple):
         return self.stages * self.slices * (chunk * self.bm * itemsize + self.bn * WORD_BYTES)
 
 
+class Machine(NamedTuple):
+    """nvidia: NVIDIA's GPUs, and the interpreter. wave32: AMD's GPUs with waves of 32. shared: bytes that a program may take."""
+
+    nvidia: bool
+    wave32: bool
+    shared: int
+
+
 def fused_limit(dtype: torch.dtype) -> int:
     """The most rows of x for which the fused kernel is faster than dequantizing to scratch and torch's product."""
     return 32 if dtype == torch.float32 else 256
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tile(m: int, n: int, chunks: int, chunk: int, dtype: torch.dtype, corrected: bool, nvidia: bool, shared: int) -> Tile:
+def choose_tile(m: int, n: int, chunks: int, chunk: int, dtype: torch.dtype, corrected: bool, machine: Machine) -> Tile:
     """The tile for x [m, K] and W [n, K] of `chunks` chunks of `chunk` columns.
 
-    corrected: with zero points or offsets, which need a second set of sums. shared: bytes that one program may take.
+    corrected: with zero points or offsets, which need a second set of sums.
     """
     if dtype == torch.float32:
-        tile = Tile(4, 16, 16, 4, 2)
+        tile = Tile(1, 16, 16, 8, 2, 4) if machine.wave32 else Tile(4, 16, 16, 4, 2)
     elif m <= 8:
         tile = _decode(n, chunks)
     elif m <= 16:
@@ -47,12 +58,15 @@ def choose_tile(m: int, n: int, chunks: int, chunk: int, dtype: torch.dtype, cor
         tile = _prompt(m, n, 64 if corrected else 128)  # 128 columns of two sums do not fit the registers
     if chunk > 128 and tile.bn > 64:
         tile = tile._replace(bn=64, warps=4)  # twice the columns of 2-bit chunks: half the rows
-    if not nvidia:
+    if not machine.nvidia:
         tile = tile._replace(bm=max(16, tile.bm), stages=2)  # the narrowest matrix instruction of the others is 16 wide
+    if machine.wave32 and tile.slices == 1 and dtype != torch.float32:
+        few = tile.bm <= 16
+        tile = tile._replace(bn=min(tile.bn, 64), bm=min(tile.bm, 64), warps=4 if few else 8, stages=2 if few else 1)
     tile = tile._replace(splits=min(tile.splits, -(-chunks // tile.slices)))
-    while tile.shared_bytes(chunk, dtype.itemsize) > shared and tile.stages > 1:
+    while tile.shared_bytes(chunk, dtype.itemsize) > machine.shared and tile.stages > 1:
         tile = tile._replace(stages=tile.stages - 1)
-    while tile.shared_bytes(chunk, dtype.itemsize) > shared and tile.bm > 16:
+    while tile.shared_bytes(chunk, dtype.itemsize) > machine.shared and tile.bm > 16:
         tile = tile._replace(bm=tile.bm // 2)
     return tile
 

@@ -1,16 +1,17 @@
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: SIM300  (compile-time names are upper case, which the rule takes for constants on the wrong side)
-"""Device code of TritonW4A16LinearKernel: one source for NVIDIA, AMD and Intel, no inline assembly, no atomics.
 
-Packed layout: `codes` int32 [chunks, N, 16]. A chunk is 512/BITS columns of K; word j of a row holds, in field f of its
-low half (bits f*BITS) and of its high half (bits 16 + f*BITS), the codes of columns 32*f + 2*j and 32*f + 2*j + 1.
+"""Device code of the weight-only kernels: one source for NVIDIA, AMD and Intel, no inline assembly, no atomics.
+
+Packed layout: `codes` int32 [chunks, N, 16]. A chunk is 512 / F.bits columns of K; word j of a row holds, in field f of its
+low half (bits f*F.bits) and of its high half (bits 16 + f*F.bits), the codes of columns 32*f + 2*j and 32*f + 2*j + 1.
 So a tile of rows is one contiguous run of memory, one mask takes a pair of neighbouring columns out of each word, and
 the pair lands in one register, as matrix instructions want it: weights never pass through shared memory as 16-bit
 numbers (read in the machine code for sm_90: 2.8 to 3.5 instructions per 4-bit weight).
 
-Integers, exact in 16 bits, are multiplied first; the sum over a span (the columns of a chunk that share a scale) is
-scaled in float32. Zero points and offsets multiply the span's sum of x, which a product with ones gives in the same
-layout.
+Codes as numbers that 16 bits hold exactly are multiplied first; the sum over a span (the columns of a chunk that share a
+scale) is scaled in float32. Zero points and offsets multiply the span's sum of x, which a product with ones gives in the same
+layout. One-byte scales of 16 or 32 columns (`fine` [chunks, N, 32 // F.fine], a word with one byte for each field) multiply
+the numbers themselves, which is exact too; then the sum over all of K is scaled, by one factor for each row.
 """
 
 from __future__ import annotations
@@ -18,60 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _half(words, shift: tl.constexpr, MIDDLE: tl.constexpr, BITS: tl.constexpr):
-    """The code at bit `shift` of each word, minus MIDDLE, as float32: mask, set an exponent, one exact multiply-add."""
-    HIGH: tl.constexpr = shift + BITS > 22
-    AT: tl.constexpr = shift - 16 if HIGH else shift
-    code = (words >> 16) if HIGH else words
-    code = (code & (((1 << BITS) - 1) << AT)) | 0x4B000000
-    return code.to(tl.float32, bitcast=True) * (1.0 / (1 << AT)) - (MIDDLE + 8388608.0 / (1 << AT))
-
-
-@triton.jit
-def _columns(
-    words, f: tl.constexpr, BITS: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr,
-    MIDDLE: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Columns [32f, 32f + 32) of S tiles of words uint32 [S, BN, 16]: code - MIDDLE in DTYPE, [S, BN, 32].
-
-    PAIRS: both halves at once, by or-ing codes into the mantissa of a 16-bit number; needs codes below that mantissa's
-    range (2 and 4 bits in bfloat16, 8 too in float16) and a device with packed 16-bit arithmetic.
-    """
-    if PAIRS:
-        ONES: tl.constexpr = 0x64006400 if DTYPE == tl.float16 else 0x43004300
-        BASE: tl.constexpr = 1024.0 if DTYPE == tl.float16 else 128.0
-        pair = ((words >> (f * BITS)) & (((1 << BITS) - 1) * 0x10001)) | ONES
-        low = (pair & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
-        high = (pair >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
-        return tl.reshape(tl.join(low, high), (S, BN, 32)) - (BASE + MIDDLE)
-    else:
-        low = _half(words, f * BITS, MIDDLE, BITS).to(DTYPE)
-        high = _half(words, f * BITS + 16, MIDDLE, BITS).to(DTYPE)
-        return tl.reshape(tl.join(low, high), (S, BN, 32))
-
-
-@triton.jit
-def _chunk(
-    words, BITS: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, MIDDLE: tl.constexpr,
-    PAIRS: tl.constexpr,
-):  # fmt: skip
-    """All fields side by side: code - MIDDLE in DTYPE, [S, BN, 512 // BITS]. Only register renaming, no data moves."""
-    if BITS == 8:
-        w = tl.join(_columns(words, 0, 8, S, BN, DTYPE, MIDDLE, PAIRS), _columns(words, 1, 8, S, BN, DTYPE, MIDDLE, PAIRS))
-        return tl.reshape(tl.permute(w, (0, 1, 3, 2)), (S, BN, 64))
-    elif BITS == 4:
-        a = tl.join(_columns(words, 0, 4, S, BN, DTYPE, MIDDLE, PAIRS), _columns(words, 2, 4, S, BN, DTYPE, MIDDLE, PAIRS))
-        b = tl.join(_columns(words, 1, 4, S, BN, DTYPE, MIDDLE, PAIRS), _columns(words, 3, 4, S, BN, DTYPE, MIDDLE, PAIRS))
-        return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 4, 2)), (S, BN, 128))
-    else:
-        a = tl.join(_columns(words, 0, 2, S, BN, DTYPE, MIDDLE, PAIRS), _columns(words, 4, 2, S, BN, DTYPE, MIDDLE, PAIRS))
-        b = tl.join(_columns(words, 1, 2, S, BN, DTYPE, MIDDLE, PAIRS), _columns(words, 5, 2, S, BN, DTYPE, MIDDLE, PAIRS))
-        c = tl.join(_columns(words, 2, 2, S, BN, DTYPE, MIDDLE, PAIRS), _columns(words, 6, 2, S, BN, DTYPE, MIDDLE, PAIRS))
-        d = tl.join(_columns(words, 3, 2, S, BN, DTYPE, MIDDLE, PAIRS), _columns(words, 7, 2, S, BN, DTYPE, MIDDLE, PAIRS))
-        w = tl.join(tl.join(a, c), tl.join(b, d))  # last three axes: the field number's bits, highest first
-        return tl.reshape(tl.permute(w, (0, 1, 3, 4, 5, 2)), (S, BN, 256))
+from bitline.kernels.triton.decode_device import chunk as decode_chunk
+from bitline.kernels.triton.decode_device import columns as decode_columns
 
 
 @triton.jit
@@ -113,23 +62,24 @@ def _correction(
 
 @triton.jit(do_not_specialize=["M", "shift", "chunks", "groups", "chunks_per_split"])
 def gemm_kernel(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, offset_ptr, perm_ptr, bias_ptr, out_ptr,
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, offset_ptr, fine_ptr, perm_ptr, bias_ptr, out_ptr,
     M, N, K, shift, chunks, groups, chunks_per_split,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, MIDDLE: tl.constexpr, ADJUST: tl.constexpr,
+    F: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_PERM: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr, SPLIT: tl.constexpr, PAIRS: tl.constexpr, UPCAST: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
     S: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """y[m, n] = sum_k x[m, k] W[n, k] for a tile of BN rows of W and BM rows of x; program ids are (n, m, split).
 
     x [M, K]; scale, zero, offset [groups, N]; perm int32 [packed K] (column of x, or K where there is none).
-    GROUP: columns per scale, a multiple of 32, or 0 where one scale serves a row. S chunks are worked on at a time and
-    added up at the end (by different warps, where S is the number of warps). EVEN: no column needs a mask.
+    GROUP: columns per scale, a multiple of 32, or 0 where one scale serves a row. SPAN: columns whose sum is scaled at a time;
+    with GROUP 0 and a whole chunk that is done once, at the end. S chunks are worked on at a time and added up at the end (by
+    different warps, where S is the number of warps). EVEN: no column needs a mask.
     With SPLIT, out is float32 [splits, M, N] and `reduce_kernel` finishes; else out is y [M, N] with the bias added.
     """
     POLICY: tl.constexpr = "evict_first"
-    FIELDS: tl.constexpr = 16 // BITS
-    CHUNK: tl.constexpr = 32 * FIELDS
+    CHUNK: tl.constexpr = 512 // F.bits
+    ONCE: tl.constexpr = GROUP == 0 and SPAN == CHUNK
     CORRECTED: tl.constexpr = HAS_ZERO or HAS_OFFSET
     WIDTH: tl.constexpr = CHUNK if SPAN == CHUNK else 32
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -159,6 +109,10 @@ def gemm_kernel(
         if not EVEN:
             chunk = tl.minimum(chunk, chunks - 1)  # past the end x is zero
         words = tl.load(tile + chunk.to(tl.int64)[:, None, None] * (N * 16), eviction_policy=POLICY).to(tl.uint32, bitcast=True)
+        fine = words
+        if F.fine > 0:
+            at = (chunk.to(tl.int64)[:, None, None] * N + row[None, :, None]) * (32 // F.fine)
+            fine = tl.load(fine_ptr + at + tl.arange(0, 32 // F.fine)[None, None, :], eviction_policy=POLICY).to(tl.uint32)
         for f in tl.static_range(CHUNK // WIDTH):
             k = (c + slices)[:, None, None] * CHUNK + f * WIDTH + k_in
             if EVEN:
@@ -174,10 +128,10 @@ def gemm_kernel(
                     k -= shift
                 x = tl.load(x_rows + k, mask=col_ok & inside & (k >= 0) & (k < K), other=0.0)
             if WIDTH == CHUNK:
-                w = _chunk(words, BITS, S, BN, DTYPE, MIDDLE, PAIRS)
+                w = decode_chunk(words, fine, S, BN, DTYPE, F)
             else:
-                w = _columns(words, f, BITS, S, BN, DTYPE, MIDDLE, PAIRS)
-            if GROUP == 0:
+                w = decode_columns(words, fine, f, S, BN, DTYPE, F)
+            if ONCE:
                 acc = _dot(w, x, acc, S, BN, BM, UPCAST)
                 if CORRECTED:
                     sums = _dot(ones, x, sums, S, BN, BM, UPCAST)
@@ -189,21 +143,21 @@ def gemm_kernel(
                 if CORRECTED:
                     sums = _dot(ones, x, sums, S, BN, BM, UPCAST)
                 if ((f + 1) * WIDTH) % SPAN == 0:
-                    group = (chunk * CHUNK + f * WIDTH) // GROUP
+                    group = (chunk * CHUNK + f * WIDTH) // GROUP if GROUP != 0 else chunk * 0
                     if not EVEN:
                         group = tl.minimum(group, groups - 1)  # a chunk may reach past the last group
                     scale = _per_row(scale_ptr, group, row, N)
                     acc += part * scale
                     if CORRECTED:
                         acc += sums * _correction(
-                            scale, zero_ptr, offset_ptr, group, row, N, ADJUST, HAS_ZERO, HAS_OFFSET
+                            scale, zero_ptr, offset_ptr, group, row, N, F.adjust, HAS_ZERO, HAS_OFFSET
                         )  # fmt: skip
-    if GROUP == 0:
+    if ONCE:
         group = tl.zeros((S,), tl.int32)
         scale = _per_row(scale_ptr, group, row, N)
         acc *= scale
         if CORRECTED:
-            acc += sums * _correction(scale, zero_ptr, offset_ptr, group, row, N, ADJUST, HAS_ZERO, HAS_OFFSET)
+            acc += sums * _correction(scale, zero_ptr, offset_ptr, group, row, N, F.adjust, HAS_ZERO, HAS_OFFSET)
     if S == 1:
         y = tl.reshape(acc, (BN, BM))
     else:
@@ -233,23 +187,26 @@ def reduce_kernel(parts_ptr, bias_ptr, out_ptr, size, N, SPLITS: tl.constexpr, H
 
 @triton.jit(do_not_specialize=["shift", "first_row", "last_row", "groups"])
 def dequantize_kernel(
-    codes_ptr, scale_ptr, zero_ptr, offset_ptr, out_ptr,
+    codes_ptr, scale_ptr, zero_ptr, offset_ptr, fine_ptr, out_ptr,
     N, K, shift, first_row, last_row, groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, MIDDLE: tl.constexpr, ADJUST: tl.constexpr,
+    F: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Rows [first_row, last_row) of W as out [rows, K], computed in float32 and rounded once; program ids are (n, chunk).
 
     Column k of `out` is packed column shift + k.
     """
-    FIELDS: tl.constexpr = 16 // BITS
-    CHUNK: tl.constexpr = 32 * FIELDS
+    CHUNK: tl.constexpr = 512 // F.bits
     WIDTH: tl.constexpr = CHUNK if SPAN == CHUNK else 32
     rows = first_row + tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(rows, N - 1)
     c = tl.program_id(1)
     tile = codes_ptr + c.to(tl.int64) * N * 16 + (row[:, None] * 16 + tl.arange(0, 16)[None, :])
     words = tl.reshape(tl.load(tile).to(tl.uint32, bitcast=True), (1, BN, 16))
+    fine = words
+    if F.fine > 0:
+        at = (c.to(tl.int64) * N + row[None, :, None]) * (32 // F.fine) + tl.arange(0, 32 // F.fine)[None, None, :]
+        fine = tl.load(fine_ptr + at).to(tl.uint32)
     out_rows = out_ptr + (rows - first_row).to(tl.int64)[:, None] * K
     for f in tl.static_range(CHUNK // WIDTH):
         group = tl.zeros((1,), tl.int32)
@@ -257,11 +214,11 @@ def dequantize_kernel(
             group += tl.minimum((c * CHUNK + f * WIDTH) // GROUP, groups - 1)
         scale = _per_row(scale_ptr, group, row, N)
         if WIDTH == CHUNK:
-            w = _chunk(words, BITS, 1, BN, tl.float32, MIDDLE, False)
+            w = decode_chunk(words, fine, 1, BN, tl.float32, F)
         else:
-            w = _columns(words, f, BITS, 1, BN, tl.float32, MIDDLE, False)
+            w = decode_columns(words, fine, f, 1, BN, tl.float32, F)
         if HAS_ZERO:
-            w += ADJUST - _per_row(zero_ptr, group, row, N)
+            w += F.adjust - _per_row(zero_ptr, group, row, N)
         w = w * scale
         if HAS_OFFSET:
             w += _per_row(offset_ptr, group, row, N)
