@@ -96,6 +96,7 @@ def _generating(model: Any, checkpoint: Any) -> Run:
 
 
 def llama_engine(path: str) -> tuple[Run, dict[str, Any]]:
+    import llama_cpp  # type: ignore[import-not-found]
     import llama_cpp.llama_cpp as lib  # type: ignore[import-not-found]
 
     quiet = lib.llama_log_callback(lambda *_: None)
@@ -124,7 +125,11 @@ def llama_engine(path: str) -> tuple[Run, dict[str, Any]]:
         return {"first_token_ms": 1e3 * (first - started), "decode": (new - 1) / (time.perf_counter() - first)}
 
     run.keep = quiet  # type: ignore[attr-defined]
-    return run, {"system": lib.llama_print_system_info().decode(), "weights": lib.llama_model_size(model)}
+    return run, {
+        "llama_cpp": llama_cpp.__version__,
+        "system": lib.llama_print_system_info().decode(),
+        "weights": lib.llama_model_size(model),
+    }
 
 
 ENGINES = {"bitline": bitline_engine, "transformers": transformers_engine, "llama.cpp": llama_engine}

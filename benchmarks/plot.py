@@ -30,25 +30,29 @@ def save(figure: Any, name: str) -> None:
 
 
 def end_to_end() -> None:
-    """SmolLM2-135M on a CPU: decode speed, time to first token, memory."""
-    report = load("cpu_end_to_end")
-    run = next(r for r in report["runs"] if r["dtype"] == "bfloat16")
-    speed, memory = run["speed"], run["memory_bytes"]
-    panels = (
-        ("decode, tokens/s", [speed[w]["decode_tokens_per_second"] for w in ("ours", "theirs")], "{:.0f}"),
-        ("time to first token, ms", [speed[w]["first_token_ms"] for w in ("ours", "theirs")], "{:.0f}"),
-        ("weights, MB", [memory[w] / 1e6 for w in ("ours", "theirs")], "{:.0f}"),
-    )
-    figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), layout="constrained")
-    for axis, (title, values, form) in zip(axes, panels, strict=True):
-        bars = axis.bar(["Bitline\nQ4_1", "transformers\nbf16"], values, color=[OURS, THEIRS], width=0.6)
-        axis.bar_label(bars, [form.format(v) for v in values])
-        axis.set_title(title, fontsize=10)
-        axis.set_ylim(0, max(values) * 1.2)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(axis="y", labelsize=8)
-    name = f"{report['machine']['threads']} cores of an {report['machine']['name']}"
-    figure.suptitle(f"SmolLM2-135M-Instruct on {name}, torch {report['machine']['versions']['torch']}", fontsize=10)
+    """Whole models on a CPU: decode speed, time to first token, memory."""
+    engines = {"bitline": ("Bitline", OURS), "transformers": ("transformers\nbf16", THEIRS), "llama.cpp": ("llama.cpp", THIRD)}
+    models = (("cpu_decode_smollm2", "SmolLM2-135M, Q4_1"), ("cpu_decode_llama_1b", "Llama of 1.2 billion weights, W4A16"))
+    figure, axes = plt.subplots(2, 3, figsize=(9, 4.6), layout="constrained")
+    for row, (file, model) in zip(axes, models, strict=True):
+        report = load(file)
+        short, long = report["rows"]
+        panels = (
+            ("decode, tokens/s", [short[e]["decode"] for e in engines]),
+            (f"first token of {long['prompt_tokens']}, ms", [long[e]["first_token_ms"] for e in engines]),
+            ("weights, MB", [report["engines"][e]["weights"] / 1e6 for e in engines]),
+        )
+        for axis, (title, values) in zip(row, panels, strict=True):
+            bars = axis.bar([n for n, _ in engines.values()], values, color=[c for _, c in engines.values()], width=0.6)
+            axis.bar_label(bars, [f"{v:.0f}" for v in values])
+            axis.set_title(title, fontsize=10)
+            axis.set_ylim(0, max(values) * 1.2)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.tick_params(axis="both", labelsize=8)
+        row[0].set_ylabel(model, fontsize=8)
+    machine = report["machine"]
+    name = f"{machine['threads']} cores of an {machine['name']}"
+    figure.suptitle(f"{name}, torch {machine['versions']['torch']}", fontsize=10)
     save(figure, "cpu_end_to_end")
 
 
