@@ -1,10 +1,12 @@
 """Every accepted pair of kernel and layer runs and matches, over the whole product of tests/kernels/product.py.
 
 Kernels of this machine run as they are. Adapters run on stand-ins of their packages, which take what the packages' recorded
-signatures and checks take (tests/providers), torch's scaled products as its CPU or its own checks have them. ARK's and
-zentorch's real kernels go through the same product in tests/providers/inside_*.py.
+signatures and checks take (tests/providers), torch's scaled products as its CPU or its own checks have them, Triton's kernels
+under its interpreter. ARK's and zentorch's real kernels go through the same product in tests/providers/inside_*.py.
 """
 
+import os
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +33,7 @@ ELSEWHERE = (
     "cuda:sm90,flashinfer,deep_gemm,humming", "cuda:sm100,flashinfer,mslk", "cuda:sm120,flashinfer", "rocm:gfx942,aiter",
     "xpu:vllm_xpu_kernels",
 )  # fmt: skip
-NOT_HERE = ("gluon", "marlin", "triton", "rdna")  # compiled or interpreted: tests of their own
+NOT_HERE = ("gluon", "marlin", "triton", "rdna")  # compiled, or interpreted
 ADAPTERS = {
     e.kernel: Platform.parse(place)
     for place in reversed(ELSEWHERE) for e in BUILT_IN
@@ -78,6 +80,15 @@ def test_every_kernel_of_this_machine(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_adapter(name, packages):
     check_product(name, ADAPTERS.items())
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_triton_kernel_interpreted(part):
+    pytest.importorskip("triton")
+    command = [sys.executable, Path(__file__).with_name("inside_triton.py"), str(part), "4"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 50
 
 
 def test_every_adapter_is_one_of_them():
