@@ -22,7 +22,7 @@ from bitline.weight import QuantizedWeight
 # Measured on two Zen 5 cores (docs/performance.md). Operations a second and core with AVX-512; seconds a weight with AVX2 on
 # two cores, for a call and for each row, and the factor for types that are gathered from a table. The matrix unit of a CPU with
 # AMX is not used, and its vector unit does one bf16 product a cycle where Zen 5 does two: not measured.
-BF16_RATE, F32_RATE, INT8_RATE, BYTES_RATE = 500e9, 260e9, 850e9, 460e9
+BF16_RATE, F32_RATE, INT8_RATE, BYTES_RATE = 500e9, 260e9, 900e9, 460e9
 AVX2_START, AVX2_ROW, GATHERED = 20e-12, 12.4e-12, 3.5
 WITHOUT_TILES = 0.33
 PREPARE = 1e-10  # a number of the input
