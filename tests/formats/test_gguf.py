@@ -179,6 +179,27 @@ def test_a_factor_beside_a_weight_is_part_of_it(kind, tmp_path):
     assert "a.scale" not in layer.tensors and "is no factor" in layer.oddities[0]
 
 
+@pytest.mark.parametrize("kind", SCALE_BYTES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_scale_that_is_not_finite_is_refused(kind, value):
+    """Inspect reads no blocks; reading a layer sees it. MXFP4's NaN is legal, NVFP4 has no such scale."""
+    raw = random_blocks(kind, 3, 512, np.random.default_rng(0), edges=False)
+    blocks = raw.reshape(3, -1, gguf_blocks.SIZES[kind][1])
+    bits = np.float16(value).view(np.uint16)
+    for at in SCALE_BYTES[kind]:
+        bad = blocks.copy()
+        bad[1, 1, at : at + 2] = np.frombuffer(bits.tobytes(), np.uint8)
+        with pytest.raises(WeightError, match="1 NaN or infinite values, the first at"):
+            gguf_blocks.to_weight(kind, torch.from_numpy(bad.reshape(3, -1)), 512)
+    if kind == "IQ1_M":
+        blocks[1, 1, 49:57:2] = blocks[1, 1, 49:57:2] & 15 | (bits >> np.arange(0, 16, 4) & 15).astype(np.uint8) << 4
+    elif kind == "Q8_K":
+        blocks[1, 1, 0:4] = np.frombuffer(np.float32(value).tobytes(), np.uint8)
+    if kind in ("IQ1_M", "Q8_K"):
+        with pytest.raises(WeightError, match="1 NaN or infinite values, the first at"):
+            gguf_blocks.to_weight(kind, torch.from_numpy(blocks.reshape(3, -1)), 512)
+
+
 def test_bad_scales_and_biases_are_named(tmp_path):
     raw = random_blocks("Q8_0", 3, 32, np.random.default_rng(0))
     raw[1, :2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
