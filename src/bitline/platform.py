@@ -148,6 +148,8 @@ class Platform:
             raise PlatformError(f"platform {text!r} names no architecture", expected="cuda:sm90 or rocm:gfx942, say")
         if vendor == "cpu" and not arch:
             arch = "aarch64" if features & {"neon", "dotprod", "i8mm", "sve", "bf16"} else "x86_64"
+        if arch == "aarch64":
+            features.add("neon")  # every one has it
         if vendor != "cpu":
             packages.add("triton")
         return Platform(vendor, arch, frozenset(features), frozenset(packages), cores, native=native)
