@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,6 +118,10 @@ class Checkpoint:
                     found=f"quantization {self.format!r}" if reader else "no quantization config",
                     fix="the config belongs to another checkpoint, or a side file such as quantize_config.json is missing",
                 )  # fmt: skip
+        beside: dict[str, list[str]] = {}
+        for name in self.source.tensors.keys() - claimed if records else ():
+            beside.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+        records = [_noted(record, beside.get(record.name, ())) for record in records]
         stored = sum(info.nbytes for info in self.source.tensors.values())
         for record in records:
             _check_memory(record, self.source.tensors[record.tensors[0]], stored)
@@ -245,6 +249,14 @@ def _find_reader(source: TensorSource) -> Reader | None:
         expected=f"one of {readers}" if known else f"one of {readers} (known, not supported yet: {', '.join(NOT_YET)})",
         fix="convert the model to one of these formats, or register a reader with bitline.register_format",
     )  # fmt: skip
+
+
+def _noted(record: LayerRecord, beside: Sequence[str]) -> LayerRecord:
+    """The record, with an oddity where its module has tensors that its reader does not know."""
+    if not beside:
+        return record
+    names = ", ".join(sorted(beside)[:5]) + (", …" if len(beside) > 5 else "")
+    return dataclasses.replace(record, oddities=(*record.oddities, f"tensors beside it that are not known are not used: {names}"))
 
 
 def _check_memory(record: LayerRecord, info: TensorInfo, stored: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import struct
@@ -75,19 +76,22 @@ def _f32(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-LIES = {
-    "overlap": {"a": _f32([2], 0, 8), "b": _f32([2], 4, 12)}, "gap": {"a": _f32([1], 0, 4), "b": _f32([2], 8, 16)},
-    "outside": {"a": _f32([5], 0, 20)}, "unused": {"a": _f32([3], 0, 12)}, "reversed": {"a": _f32([4], 16, 0)},
-    "shape": {"a": _f32([3], 0, 16)}, "dtype": {"a": _f32([4], 0, 16, "F31")}, "width": {"a": _f32([4], 0, 16, "F16")},
+LIES: dict[str, tuple[str, dict[str, object]]] = {
+    "overlap": ("overlaps", {"a": _f32([2], 0, 8), "b": _f32([3], 4, 16)}),
+    "gap": ("gap", {"a": _f32([1], 0, 4), "b": _f32([2], 8, 16)}), "outside": ("cut short", {"a": _f32([5], 0, 20)}),
+    "unused": ("belong to no tensor", {"a": _f32([3], 0, 12)}), "reversed": ("data_offsets", {"a": _f32([4], 16, 0)}),
+    "shape": ("do not fit its shape", {"a": _f32([3], 0, 16)}), "dtype": ("dtype", {"a": _f32([4], 0, 16, "F31")}),
+    "width": ("do not fit its shape", {"a": _f32([4], 0, 16, "F16")}),
 }  # fmt: skip
 
 
 @must(11)
 @pytest.mark.parametrize("lie", LIES)
 def test_tensors_lie_in_the_file_and_apart(lie, tmp_path):
-    text = json.dumps(LIES[lie]).encode()
+    says, header = LIES[lie]
+    text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
-    refused(tmp_path)
+    refused(tmp_path, says)
 
 
 @must(11)
@@ -115,7 +119,7 @@ def test_tensors_of_a_gguf_file_lie_in_it_and_apart(lie, tmp_path):
 @must(12)
 @pytest.mark.parametrize("shape", [[1 << 62, 4, 4], [(1 << 62) + 1, 4], [1 << 32, 1 << 32], [1 << 70], [1 << 63, 2, 0]], ids=str)
 def test_sizes_do_not_overflow(shape, tmp_path):
-    nbytes = 4 * shape[0] % (1 << 64) % 32 if 0 not in shape else 0
+    nbytes = 4 * math.prod(shape) % (1 << 64)  # what a machine's own numbers would make of it
     text = json.dumps({"a": _f32(shape, 0, nbytes)}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(nbytes))
     assert refused(tmp_path).tensor == "a"

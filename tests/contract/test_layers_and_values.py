@@ -146,6 +146,38 @@ def test_values_that_were_once_ignored(base, at, value, tmp_path):
     assert str(at[-1]) in str(error) or str(value) in str(error)
 
 
+@must(17)
+@pytest.mark.parametrize(
+    ("base", "option", "value"),
+    [("variant_ao_mx", "is_swizzled_scales", "yes"), ("variant_ao_mx", "is_swizzled_scales", 1),
+     ("torchao_fp8", "act_quant_kwargs", 8),
+     ("variant_ao_nvfp4", "act_quant_kwargs", {"_type": "QuantizeTensorToNVFP4Kwargs"}), ("torchao", "target_dtype", "int4"),
+     ("torchao", "activation_quantization", "mystery"), ("torchao", "block_size", 32),
+     ("variant_ao_mx", "elem_dtype", "mystery")],
+    ids=str,
+)  # fmt: skip
+def test_values_in_a_description_of_torchao(base, option, value, tmp_path):
+    tensors, config = FAMILIES[base]()
+    kind, data = (json.loads(tensors["__metadata__"][f"{LAYER}.weight"])[key] for key in ("_type", "_data"))
+    text = json.dumps({"_type": kind, "_data": data | {option: value}})
+    error = str(refused(tmp_path, tensors | {"__metadata__": {f"{LAYER}.weight": text}}, config))
+    assert option in error or str(value) in error
+
+
+@must(18)
+@pytest.mark.parametrize("change", [{"checkpoint_format": "gptq_v2"}, {"sym": True}], ids=str)
+def test_two_configs_that_contradict_each_other(change, tmp_path):
+    """Nothing in the tensors would tell: zero points would be off by one, or gone."""
+    tensors, config = FAMILIES["gptq"]()
+    write(tmp_path, tensors, config)
+    (tmp_path / "quantize_config.json").write_text(json.dumps(config))
+    assert outcome(tmp_path) is None
+    (tmp_path / "quantize_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match="contradict each other") as caught:
+        read(tmp_path)
+    assert caught.value.field in change
+
+
 @must(18)
 @pytest.mark.parametrize(
     ("base", "change"),
@@ -428,6 +460,19 @@ def test_scales_keep_their_bits(base, suffix, tmp_path):
     scale = read(write(tmp_path, tensors, config))[LAYER].scale
     stored = stored.t() if base in ("gptq", "awq", "quark4") else stored
     assert scale.dtype.itemsize == stored.dtype.itemsize and torch.equal(_bytes(scale), _bytes(stored))
+
+
+@must(29)
+@pytest.mark.parametrize(
+    ("base", "suffix", "says"),
+    [("gptq", "lora_A", "lora_A"), ("packed", "weight_scale_2", "weight_scale_2"), ("fp8_per_row", "input_scale", "input_scale"),
+     ("variant_ao_nvfp4", "_weight_act_pre_scale", "_weight_act_pre_scale"), ("bnb8", "smooth_scale", "smooth_scale")],
+)  # fmt: skip
+def test_a_tensor_beside_a_layer_that_is_not_used_is_told(base, suffix, says, tmp_path):
+    tensors, config = FAMILIES[base]()
+    (before,) = bitline.open_checkpoint(write(tmp_path, tensors, config)).layers()
+    (record,) = bitline.open_checkpoint(write(tmp_path, *changed(base, suffix, torch.ones(1)))).layers()
+    assert len(record.oddities) == len(before.oddities) + 1 and says in record.oddities[-1] and "not used" in record.oddities[-1]
 
 
 @must(29)

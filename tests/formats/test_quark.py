@@ -231,4 +231,4 @@ def test_types_that_are_not_read_are_named(dtype, tmp_path):
 
 def test_a_layer_that_the_config_excludes_is_odd(tmp_path):
     record = one(tmp_path, config(FP8_RULE) | {"exclude": ["lm_head", "*.proj"]}, fp8_layer())
-    assert record.oddities == ("the config says that this layer is not quantized, yet its tensors are",)
+    assert "the config says that this layer is not quantized, yet its tensors are" in record.oddities

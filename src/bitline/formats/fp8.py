@@ -145,8 +145,10 @@ def _record(m: Layer, config: _Config, label: str, file: Path) -> LayerRecord:
     static = act is not None and not act.dynamic
     if static:
         m.number(_INPUTS)
-    for left in (*SCALES, *_INPUTS, "input_scale_ub"):
-        m.find(left)  # an input scale of a dynamic scheme, left over from calibration, belongs to the layer
+    elif act is not None and (left := m.find(_INPUTS)) is not None:
+        m.oddities.append(f"{left.name.rpartition('.')[2]} is not used: the config says that inputs are scaled dynamically")
+    for left_over in (*SCALES, *_INPUTS, "input_scale_ub"):
+        m.find(left_over)
     spec = LinearSpec(n, k, FP8[m.main.dtype], block, scale_dtype=dtype, act=act, bias=m.bias(n))
 
     def build() -> dict[str, Tensor | None]:

@@ -19,6 +19,7 @@ from bitline.errors import CheckpointError
 from bitline.formats import _words
 from bitline.formats._intconfig import ModuleSettings, packing
 from bitline.formats._intmodule import IntModule, modules
+from bitline.formats._json import read_config
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_order
 from bitline.formats.config import find_quantization
 from bitline.types import LinearSpec
@@ -48,6 +49,7 @@ class GPTQReader:
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
         """Every module with a qweight. Of tensor data only g_idx and one row of symmetric qzeros are read."""
         config, file = find_quantization(source)
+        _check_side_file(config, file)
         names = list(modules(source))
         layout, settings = _layout(config, file), ModuleSettings(config, file, frozenset(names))
         for base in names:
@@ -79,6 +81,22 @@ def _layout(config: Mapping[str, Any], file: Path) -> Layout:
     if label == "gptq_p":
         return Layout("gptq planar", False, (3, 5, 6, 7))
     return Layout("gptq v1" if label == "gptq" else "gptq v2", label == "gptq", (5, 6, 7))
+
+
+def _check_side_file(config: Mapping[str, Any], file: Path) -> None:
+    """quantize_config.json beside config.json says the same of what no tensor tells: how zero points are stored, or whether."""
+    side = file.with_name("quantize_config.json")
+    if config.get("quant_method") != "gptq" or file == side or not side.is_file():
+        return
+    other = read_config(side)
+    for key, usual in (("checkpoint_format", "gptq"), ("sym", True)):
+        one, two = ((c.get(key), c.get("format") if key == "checkpoint_format" else None) for c in (config, other))
+        values = [str(next((v for v in both if v is not None), usual)).lower() for both in (one, two)]
+        if values[0] != values[1]:
+            raise CheckpointError(
+                f"{file.name} and {side.name} contradict each other", file=side, field=key, found=" and ".join(values),
+                expected="the same in both", fix="remove the one that belongs to another checkpoint",
+            )  # fmt: skip
 
 
 def _refused(file: Path, field: str, what: str, found: str, expected: str | None = None) -> CheckpointError:

@@ -76,6 +76,7 @@ class _Module(Layer):
         if axis not in (0, 1):
             raise self.error(self.need("axis"), "an axis that a matrix has not", axis, "0 or 1")
         whole = self._whole(n * k)
+        self.find("group_size")
         size = whole if whole else self._number("group_size") if self.find("group_size") is not None else (n, k)[axis == 1]
         if size < 1 or n * k % size:
             raise self.error(self.main, "groups do not fill the weight", f"groups of {size}", f"a divisor of {n * k}")

@@ -171,8 +171,9 @@ def _inputs(m: DescribedLayer) -> ActSpec | None:
         if scale is not None:
             raise m.error(scale, "a scale for inputs that nothing asks for", "no act_quant_kwargs", "both or none")
         return None
-    how, symmetric = m.granularity(values or {}), dtype_of((values or {}).get("mapping_type"))
-    known = asked is None and how in ("token", "tensor") and symmetric in ("", "SYMMETRIC", "ASYMMETRIC")
+    mapping = (values or {}).get("mapping_type")
+    how, symmetric = m.granularity(values or {}), "SYMMETRIC" if mapping is None else dtype_of(mapping)
+    known = asked is None and how in ("token", "tensor") and symmetric in ("SYMMETRIC", "ASYMMETRIC")
     if not known or (values or {}).get("reduce_range"):
         found = f"{asked or 'act_quant_kwargs'}: {how} {symmetric}".strip()
         raise m.error(m.main, "inputs quantized this way are not supported yet", found, "int8 per token or tensor")

@@ -147,7 +147,10 @@ def _divisor(m: DescribedLayer) -> Tensor:
 
 def _scales(m: DescribedLayer, n: int, k: int, size: int, dtype: torch.dtype) -> bool:
     """Whether scales are in tiles; they have to be of this dtype, and on the grid or on that of whole tiles."""
-    tiled = m.data.get("is_swizzled_scales") is True
+    said = m.data.get("is_swizzled_scales")
+    if said not in (None, True, False) or (isinstance(said, int | float) and not isinstance(said, bool)):
+        raise m.error(m.main, "is_swizzled_scales of a weight is not valid", repr(said)[:200], "true or false")
+    tiled = said is True
     columns = -(-k // size)
     grid = (32 * -(-n // 128), 16 * -(-columns // 4)) if tiled else (n, columns)
     info = m.need("_weight_scale", (dtype, torch.uint8) if dtype == torch.float8_e8m0fnu else (dtype,))

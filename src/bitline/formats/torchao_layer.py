@@ -35,12 +35,14 @@ class DescribedLayer(Layer):
         self.data: Mapping[str, Any] = data
 
     def values(self, key: str) -> Mapping[str, Any] | None:
-        """The attributes of a described object; {} where it is of another kind, None where it is absent."""
+        """The attributes of a described object, None where it is absent; what is no object is an error."""
         found = self.data.get(key)
         if found is None:
             return None
         inner = found.get("_data") if isinstance(found, Mapping) else None
-        return inner if isinstance(inner, Mapping) else {}
+        if not isinstance(inner, Mapping):
+            raise self.error(self.main, f"{key} of a weight is not valid", repr(found)[:200], "an object with _type and _data")
+        return inner
 
     def granularity(self, values: Mapping[str, Any]) -> str:
         """ "token", "tensor", "group32", … for an input, or the name of what it is instead."""
