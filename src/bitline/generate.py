@@ -130,7 +130,7 @@ def _is_plain(model: Any) -> bool:
 
 
 def _greedy(model: Any, ids: torch.Tensor, count: int, stops: list[int], streamer: Any, stop: bool) -> list[int]:
-    """What `model.generate` does for a plain model, without the 2 ms that its own bookkeeping takes for each token."""
+    """What `model.generate` does for a plain model, without most of its bookkeeping: 0.8 ms a token."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
