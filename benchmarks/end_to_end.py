@@ -4,7 +4,7 @@
 
 Three parts. Same text: greedy text for 64 tokens on five prompts in float32 and bfloat16, and the largest difference of
 any logit along transformers' own greedy path. Speed: decode tokens/s and time to first token, the two models'
-generations interleaved, medians. Memory: bytes of all weights as held.
+generations interleaved, medians; `decode.py` times other engines too. Memory: bytes of all weights as held.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bitline import models
 from bitline.cli.run import weight_memory
 from bitline.generate import encode, generate, load_tokenizer
 from bitline.model import load_model, plan, quiet_transformers
+from bitline.select import Policy
 from bitline.testing.oracle import transformers_gguf_model
 
 PROMPTS = (
@@ -90,20 +91,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--compiled", action="store_true", help="also time compiled decoding with a static cache")
+    parser.add_argument("--text-alone", action="store_true", help="time nothing")
+    parser.add_argument("--kernels", default="auto,auto", help="Bitline's kernel for each dtype")
     parser.add_argument("--model", default=None, help="path of the GGUF file, by default the packaged one")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     path = Path(options.model) if options.model else models.fetch("smollm2")
     report: dict[str, Any] = {"machine": machine(options.device), "model": path.name, "tokens": options.tokens, "runs": []}
-    for dtype in options.dtypes.split(","):
+    for dtype, kernel in zip(options.dtypes.split(","), options.kernels.split(","), strict=False):
         with quiet_transformers():
-            ours = load_model(path, device=options.device, dtype=getattr(torch, dtype))
+            ours = load_model(path, device=options.device, dtype=getattr(torch, dtype), policy=Policy(kernel=kernel))
             theirs = transformers_gguf_model(path, getattr(torch, dtype)).to(options.device)
             tokenizer = load_tokenizer(ours.bitline_checkpoint)
             print(f"--- {dtype}", flush=True)
             run: dict[str, Any] = {"dtype": dtype, "kernels": sorted({r.choice.best.name for r in plan(ours)})}
             run["text"] = same_text(ours, theirs, tokenizer, options.tokens)
-            run["speed"] = speed(ours, theirs, tokenizer, options.rounds if dtype != "float32" else 1, options.tokens)
+            if not options.text_alone:
+                run["speed"] = speed(ours, theirs, tokenizer, options.rounds if dtype != "float32" else 1, options.tokens)
             if options.compiled:
                 run["compiled_speed"] = compiled_speed(ours, theirs, tokenizer, options.rounds, options.tokens)
             memory = weight_memory(ours)
