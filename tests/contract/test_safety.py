@@ -115,7 +115,7 @@ def test_an_error_says_where_and_what(tmp_path):
                 read(path)
         except CheckpointError as error:
             said += 1
-            says_where(error, path, tensor=attack.tensor is not None, place=False)
+            says_where(error, place, tensor=attack.tensor is not None, place=False)
             assert attack.tensor is None or error.tensor == attack.tensor
     assert said > 100
 
