@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from bitline.cli.fetch import local_path
 from bitline.cli.main import err, out
-from bitline.cli.render import size, table
+from bitline.cli.render import put, size, table
 from bitline.conversion import LayerReport, convert
 
 
@@ -87,7 +87,7 @@ def show(report: dict[str, Any]) -> None:
         far = ["-" if kind["exact"] else f"{kind[which]:.2g}" for which in ("max_error", "rms_error")] if errors else []
         what = ("; ".join(kind["changes"]) or "moved") if kind["exact"] else "rounded"
         grid.add_row(str(kind["layers"]), f"{n}×{k}", kind["before"], kind["after"], *far, what)
-    out.print(grid)
+    put(grid)
     if errors:
         out.print("max error: relative to the layer's largest weight; rms error: to the root mean square of all", highlight=False)
     count = report["plain_tensors"]
