@@ -246,7 +246,7 @@ def _words(m: Tensors, scheme: _Scheme) -> Layer:
 
 def _extras(m: Tensors, scheme: _Scheme, n: int) -> dict[str, np.ndarray]:
     extras, act = bias_of(m, n), scheme.inputs
-    if act is None:
+    if act is None or act.get("num_bits", 8) >= 16:
         return extras
     dynamic = act.get("dynamic", False)
     if not dynamic:
