@@ -137,7 +137,7 @@ def _greedy(model: Any, ids: torch.Tensor, count: int, stops: list[int], streame
     # The last position as an index: as a number it is a slice of the hidden states, whose rows lie apart, and torch's product of
     # such a one with a plain head copies the head first (0.7 s for 200 MB).
     takes = "logits_to_keep" in inspect.signature(model.forward).parameters
-    last = {"logits_to_keep": torch.tensor([ids.shape[1] - 1], device=ids.device)} if takes else {}
+    last: dict[str, Any] = {"logits_to_keep": torch.tensor([ids.shape[1] - 1], device=ids.device)} if takes else {}
     avoid = [token for token in stops if token < model.config.get_text_config().vocab_size]
     streamer.put(ids.cpu())
     new: list[int] = []
