@@ -127,7 +127,7 @@ for what, value in {"zero": 0, "huge": 1 << 62, "text": "32", "none": None, "lis
 variant("ao_mx", "element-wider", "another dtype", Q, said={"elem_dtype": dtype("float8_e4m3fn")})
 variant("ao_mx", "inputs-six-bits", "inputs quantized this way", Q,
         said={"act_quant_kwargs": {"_data": {"elem_dtype": "fp6_e2m3"}}})  # fmt: skip
-variant("ao_mx", "inputs-empty", "elements of an MX tensor", Q, said={"act_quant_kwargs": {}})
+variant("ao_mx", "inputs-empty", "act_quant_kwargs of a weight is not valid", Q, said={"act_quant_kwargs": {}})
 variant("ao_mx6", "codes-wider", "do not fit 6 bits", Q, **{Q: torch.full((N, K), 64, dtype=U8)})
 variant("ao_nvfp4", "dynamic-global", "inputs quantized this way", Q,
         said={"act_quant_kwargs": {"_data": {"block_size": 16, "use_dynamic_per_tensor_scale": True}}})  # fmt: skip
