@@ -141,8 +141,18 @@ def test_unknown_names_are_errors_that_list_the_known(policy, words):
 def test_facts_that_a_policy_asks_for():
     assert pick(SLOW, FAST, policy=Policy(batch_invariant=True)).best.name == "Fast"
     dice = entry(kernel("Dice", 1e-9, deterministic=False))
-    assert pick(FAST, dice).best.name == "Dice"
-    sure = pick(FAST, dice, policy=Policy(deterministic=True))
+    unasked = pick(FAST, dice, SLOW)
+    assert [c.name for c in unasked.candidates] == ["Fast", "Slow", "ReferenceLinearKernel", "Dice"] and not unasked.note
+    assert pick(FAST, dice, policy=Policy(kernel="Dice")).best.name == "Dice"
+    two = choose(SPEC, CPU, Policy(), kernels=[FAST, dice])
+    assert two.best.name == "Fast" and "another order" in two.lost_because
+    stand_in = entry(kernel("StandIn", 1e-3, emulates=True))
+    assert pick(stand_in, dice).best.name == "Dice" and "another order" in pick(stand_in, dice).note
+    with pytest.raises(NoKernelError, match="deterministic"):
+        pick(FAST, dice, policy=Policy(kernel="Dice", deterministic=True))
+    stranger = entry(kernel("Stranger", 1e-9, deterministic=None))
+    assert pick(FAST, stranger).best.name == "Stranger"
+    sure = pick(FAST, stranger, policy=Policy(deterministic=True))
     assert sure.best.name == "Fast" and "deterministic" in sure.candidates[-1].verdict.reason
     with pytest.raises(NoKernelError, match="batch invariant"):
         choose(SPEC, CPU, Policy(batch_invariant=True), kernels=[SLOW])

@@ -86,6 +86,11 @@ class Candidate:
     backend: str
 
     @property
+    def loose(self) -> bool:
+        """Its sums have no fixed order: it comes last, unless all others emulate."""
+        return self.kernel.deterministic is False
+
+    @property
     def score(self) -> float:
         """Geometric mean of the costs: a kernel that is good at decode and at prompts beats one that is good at one."""
         return math.exp(sum(map(math.log, self.costs)) / len(self.costs)) if self.costs else math.inf
@@ -144,6 +149,8 @@ class Choice:
         ratio, m = max(ratios)
         if other.score >= self.best.score and ratio > 1.005:
             return f"{short_name(other.name)}: {ratio:.1f}x the time at M={m}"
+        if other.loose and other.score < self.best.score:
+            return f"{short_name(other.name)}: adds in another order at each call"
         why = "same cost, lower priority" if other.score >= self.best.score else "not asked for"
         return f"{short_name(other.name)}: {why}"
 
@@ -220,7 +227,8 @@ def choose(
     entries = registry.entries() if kernels is None else tuple(kernels)
     _check_names(policy, entries)
     candidates = [_judge(entry, spec, platform, policy) for entry in entries]
-    candidates.sort(key=lambda c: (not c.verdict, not c.supported, c.score, -c.priority, c.name))
+    settled = any(c.verdict and not c.loose and not c.kernel.emulates for c in candidates)
+    candidates.sort(key=lambda c: (not c.verdict, not c.supported, settled and c.loose, c.score, -c.priority, c.name))
     note = ""
     asked = policy.kernel != "auto" or policy.backend != "auto"
     if asked:
@@ -244,6 +252,8 @@ def choose(
                             fix="allow ReferenceLinearKernel, which runs everything"
                             if spec.act_dtype in ReferenceLinearKernel.act_dtypes
                             else "use an input of bfloat16, float16 or float32")  # fmt: skip
+    if candidates[0].loose and not asked:
+        note = f"{candidates[0].name} adds in another order at each call; Policy(deterministic=True) takes a kernel that does not"
     return Choice(spec, platform, policy, tuple(candidates), note)
 
 

@@ -19,7 +19,8 @@ class Kernel:
     """One way to run a linear layer. Stateless: every member is a class method, the class itself is the kernel.
 
     Facts (each is declared here and proven by the conformance tests):
-    deterministic: the same call gives the same bits. batch_invariant: row i of a batch equals the same row alone.
+    deterministic: the same call gives the same bits; None where nobody knows, and one that does not comes last, unless
+    all others emulate. batch_invariant: row i of a batch equals the same row alone.
     cuda_graph: a call can be captured. act_dtypes: input dtypes it takes. quantizes_input: it multiplies codes by codes,
     so it is for specs with `act` alone. emulates: it stands in for a fast kernel that is not there. exact: it
     computes what the spec says up to rounding; one that does not runs only where it, or its backend, is asked for by name.
@@ -31,7 +32,7 @@ class Kernel:
     backend: ClassVar[str] = "torch"
     families: ClassVar[tuple[str, ...]] = ()  # mp, int8, fp8, fp8_block, nvfp4, mxfp4, mxfp8; empty: all of them
     priority: ClassVar[int] = 0
-    deterministic: ClassVar[bool] = True
+    deterministic: ClassVar[bool | None] = True
     batch_invariant: ClassVar[bool] = False
     cuda_graph: ClassVar[bool] = True
     quantizes_input: ClassVar[bool] = False

@@ -130,7 +130,7 @@ class Outside(Kernel):
     layer_kernel: Any
     family: str
     rank: int | str
-    deterministic = False  # nothing is known of it
+    deterministic = None
     cuda_graph = False
 
     @classmethod
