@@ -14,8 +14,8 @@ test: .venv/test
 	$(BIN)/python -m pytest -n auto
 
 lint: .venv/test
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks fuzz
+	$(BIN)/ruff format --check src tests benchmarks fuzz
 	$(BIN)/mypy
 
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer; needs GCC with its sanitizers, and a minute or two.

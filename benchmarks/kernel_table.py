@@ -41,6 +41,7 @@ SCHEMES: dict[str, LinearSpec] = {
     "MXFP4A16": _MX,
     "MXFP4": _MX.replace(act=ActSpec(types.float4_e2m1, True, "group", 32, scale="e8m0")),
     "MXFP6A16": _MX.replace(weight=types.float6_e2m3),
+    "MXFP8A16": _MX.replace(weight=_E4M3),
     "MXFP8": _MX.replace(weight=_E4M3, act=ActSpec(_E4M3, True, "group", 32, scale="e8m0")),
     "NVFP4A16": _NV,
     "NVFP4": _NV.replace(act=ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3")),
