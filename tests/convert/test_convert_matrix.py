@@ -1,6 +1,8 @@
 """Every fixture into every format: bit-equal where the table says so, refused with a reason everywhere else."""
 
 import bases
+import bases_more  # noqa: F401  # adds to bases.FAMILIES
+import bases_variants  # noqa: F401
 import pytest
 import torch
 from expected import FIXTURES, LLAMA, LOSSLESS, fixture_with_config

@@ -136,6 +136,7 @@ def test_a_signal_leaves_nothing(signal, code, place, tmp_path):
         (tmp_path / place).mkdir()
     kill = f"""
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from bitline.conversion import files, gguf_file
 for kind in (files.ShardWriter, gguf_file.GGUFWriter):
     def add(self, *words, real=kind.add):

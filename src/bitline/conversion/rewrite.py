@@ -41,6 +41,8 @@ def _integers(weight: QuantizedWeight, form: LinearSpec, dtypes: tuple[torch.dty
     if s.weight.kind != "int":
         raise NotExact(f"{s.weight.name} codes are not integers")
     scale, zero, offset = weight.scales(), weight.zero, weight.offsets()
+    if offset is not None:
+        offset = _from_zero(scale, offset, _middle(s.weight), s.weight.bits)
     if offset is not None and form.zero != "float":
         zero = zeros_of_offsets(scale, offset, form.weight.bits)
     parts: dict[str, Any] = {"codes": _codes(weight, zero, form)}
@@ -56,6 +58,17 @@ def _integers(weight: QuantizedWeight, form: LinearSpec, dtypes: tuple[torch.dty
             offset = offsets_of_zeros(scale, middle, s.weight.bits, parts["scale"].dtype)
         parts["offset"] = grid(narrowed(offset, (parts["scale"].dtype,)))
     return parts
+
+
+def _from_zero(scale: Tensor, offset: Tensor, middle: int, width: int) -> Tensor:
+    """Offsets for codes that nothing is subtracted from, of those for codes less `middle`; NotExact where values would change."""
+    moved = (offset.double() - middle * scale.double()).float()
+    wrong = torch.zeros_like(moved, dtype=torch.bool)
+    for code in range(1 << width if middle else 0):
+        wrong |= _bits(scale * code + moved) != _bits(scale * (code - middle) + offset)
+    if bool(wrong.any()):
+        raise NotExact(f"{int(wrong.sum())} of {wrong.numel()} offsets are for codes less {middle}, and change when it is added")
+    return moved
 
 
 def _middle(scalar: ScalarType) -> int:
