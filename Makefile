@@ -2,13 +2,13 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PROMPT ?= The capital of France is
+PROMPT ?= What is the capital of France, and what is it known for?
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: run test lint sanitize clean
 
 run: .venv/run
-	$(BIN)/bitline run smollm2 --prompt "$(PROMPT)"
+	$(BIN)/bitline run smollm2 --chat --prompt "$(PROMPT)"
 
 test: .venv/test
 	$(BIN)/python -m pytest -n auto

@@ -75,6 +75,34 @@ def resources(kernel):
     return [int(found[1]), int(found[2])] if found else None
 
 
+# Of assembly: a label, an instruction, a jump to a label, and what multiplies.
+AMD = (r"(\.LBB\w+):", r"\t([a-z]+_.*)", r"s_c?branch\S*\s+(\.LBB\w+)", r"v_s?mfma|v_wmma|v_fma|v_dual_fma")
+NVIDIA = (r"\s*(\.L_x_\d+):", r"\s+/\*[0-9a-f]{4,5}\*/\s+(.*)", r".*BRA.*`\((\.L_x_\d+)\)", r".*MMA|FFMA")
+
+
+def main_loop(kernel):
+    """Instructions of the longest loop that multiplies; None where Triton's package brings no disassembler."""
+    if "amdgcn" in kernel.asm:
+        lines, (label, code, back, product) = kernel.asm["amdgcn"].splitlines(), AMD
+    else:
+        tool = Path(triton.__path__[0]) / "backends/nvidia/bin/nvdisasm"
+        if not tool.exists():
+            return None
+        Path("kernel.cubin").write_bytes(kernel.asm["cubin"])
+        lines = subprocess.run([tool, "-c", "kernel.cubin"], capture_output=True, text=True, check=True).stdout.splitlines()
+        label, code, back, product = NVIDIA
+    labels, body, loops = {}, [], []
+    for line in lines:
+        if found := re.match(label, line):
+            labels[found[1]] = len(body)
+        elif found := re.match(code, line):
+            body.append(found[1])
+            end = re.match(back, body[-1])
+            if end and end[1] in labels:
+                loops.append(body[labels[end[1]] :])
+    return max((len(loop) for loop in loops if any(re.match(product, line) for line in loop)), default=None)
+
+
 def pointers(spec):
     act, scale = "*" + NAMES[spec.act_dtype], "*" + NAMES.get(spec.scale_dtype, "fp32")
     fine = "*i32" if layout_of(spec).chunk == 128 else "*i16"
@@ -95,7 +123,9 @@ def compile_all(name):
             table = pointers(spec)
             if tile.splits > 1:
                 table["out_ptr"] = "*fp32"
-            yield f"{label} M={m}", compiled(gemm_device.gemm_kernel, table, constants, target)
+            kernel = compiled(gemm_device.gemm_kernel, table, constants, target)
+            kernel.weights = tile.slices * tile.bn * layout.chunk // (tile.warps * target.warp_size)  # of a thread and round
+            yield f"{label} M={m}", kernel
     table = {"parts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
     yield "reduce", compiled(gemm_device.reduce_kernel, table, {"SPLITS": 8, "HAS_BIAS": True, "BLOCK": 512}, target)
     for label, spec in (("dequantize", BASE), ("dequantize NVFP4", VARIANTS["NVFP4"][0])):
@@ -135,4 +165,7 @@ def scaled_mm(name, target):
 
 for label, kernel in compile_all(sys.argv[1]):
     limit = TARGETS[sys.argv[1]][1].shared
-    print(json.dumps({"kernel": label, "shared": kernel.metadata.shared, "limit": limit, "usage": resources(kernel)}))
+    report = {"kernel": label, "shared": kernel.metadata.shared, "limit": limit, "usage": resources(kernel)}
+    if hasattr(kernel, "weights"):
+        report |= {"weights": kernel.weights, "loop": main_loop(kernel)}
+    print(json.dumps(report))

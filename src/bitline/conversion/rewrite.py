@@ -56,7 +56,7 @@ def _integers(weight: QuantizedWeight, form: LinearSpec, dtypes: tuple[torch.dty
         if offset is None:
             middle = torch.full_like(scale, _middle(s.weight)) if zero is None else zero.float()
             offset = offsets_of_zeros(scale, middle, s.weight.bits, parts["scale"].dtype)
-        parts["offset"] = grid(narrowed(offset, (parts["scale"].dtype,)))
+        parts["offset"] = grid(narrowed(offset, (parts["scale"].dtype,), "offsets"))
     return parts
 
 
@@ -159,7 +159,7 @@ def _floats(weight: QuantizedWeight, form: LinearSpec, dtypes: tuple[torch.dtype
 # ---- scales --------------------------------------------------------------------------------------------------------------
 
 
-def narrowed(values: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+def narrowed(values: Tensor, dtypes: tuple[torch.dtype, ...], what: str = "scales") -> Tensor:
     """Float32 values in the first of these dtypes that holds every one of them to the bit; NotExact where none does."""
     for dtype in dtypes:
         narrow = values.to(dtype)
@@ -167,7 +167,7 @@ def narrowed(values: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
             return narrow
     names = " or ".join(dtype_name(dtype) for dtype in dtypes)
     lost = int((_bits(values.to(dtypes[0])) != _bits(values)).sum())
-    raise NotExact(f"{lost} of {values.numel()} scales are no {names} numbers")
+    raise NotExact(f"{lost} of {values.numel()} {what} are no {names} numbers")
 
 
 def _regroup(grid: Tensor, source: LinearSpec, form: LinearSpec) -> Tensor:
