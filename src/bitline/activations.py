@@ -37,6 +37,15 @@ def quantize_input(
     return _encode(values, act, scale, zero), scale, zero
 
 
+def quantize_groups(x: Tensor, act: ActSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x [M, K], K whole groups of a dynamic scheme with float scales, to (codes [M, K], scale float32 [M, K / group_size], zero
+    int32 like scale or None): each group as `quantize_input` does a row."""
+    grid = (x.shape[0], x.shape[1] // act.group_size)
+    rows = ActSpec(act.dtype, True, "token", 0, act.symmetric, limit=act.limit)
+    codes, scale, zero = quantize_input(x.reshape(-1, act.group_size), rows)
+    return codes.view(x.shape), scale.view(grid), None if zero is None else zero.view(grid)
+
+
 def _dynamic(rows: Tensor, act: ActSpec) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each row, [rows, 1]."""
     if rows.shape[-1] == 0 or rows.shape[0] == 0 or rows.numel() == 0:
@@ -77,11 +86,12 @@ def fake_quantize(x: Tensor, act: ActSpec, scale: Tensor | None = None, zero: Te
         return (codes.float() - (0 if z is None else z)) * s
     g, k = act.group_size, x.shape[-1]
     wide = k + -k % g
-    padded = torch.nn.functional.pad(x.float(), (0, wide - k)).reshape(-1, g)
+    padded = torch.nn.functional.pad(x.float(), (0, wide - k))
     if act.scale != "float":
-        return _fake_quantize_micro(padded, act, scale).reshape(x.shape[0], wide)[:, :k]
-    codes, s, z = quantize_input(padded, ActSpec(act.dtype, True, "token", 0, act.symmetric, limit=act.limit))
-    return ((codes.float() - (0 if z is None else z)) * s).reshape(x.shape[0], wide)[:, :k]
+        return _fake_quantize_micro(padded.reshape(-1, g), act, scale).reshape(x.shape[0], wide)[:, :k]
+    codes, s, z = quantize_groups(padded, act)
+    groups = codes.float().unflatten(1, (-1, g))
+    return ((groups - (0 if z is None else z.unsqueeze(-1))) * s.unsqueeze(-1)).flatten(1)[:, :k]
 
 
 def _fake_quantize_micro(groups: Tensor, act: ActSpec, input_global_scale: Tensor | None) -> Tensor:

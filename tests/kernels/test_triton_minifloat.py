@@ -2,30 +2,25 @@
 and compiled code do not mix."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreter import INTERPRETED, apply, inside, run_inside
 
 from bitline import Platform, QuantizedWeight, bits, types
 from bitline.kernels import marlin
 from bitline.kernels.triton.layout import layout_of
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel as Kernel
-from bitline.testing import check, check_exact, poison
+from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
 from bitline.types import LinearSpec
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
-    from bitline.kernels.triton import launch
     from bitline.kernels.triton.tiles import Tile
 
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs inside the interpreted process")
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 MX4 = LinearSpec(33, 272, types.float4_e2m1, (1, 32), scale_dtype=E8M0)
 NV4 = MX4.replace(block=(1, 16), scale_dtype=E4M3, scale2_block=(33, 272))
@@ -56,26 +51,12 @@ MORE = [
 ]
 
 
-def _apply(weight, x, how=None, packed_bfloat=False):
-    with poison():
-        packed = list(Kernel.pack(weight).values())
-        bias = None if weight.bias is None else weight.bias.to(x.dtype)
-        if how is None and not packed_bfloat:
-            return Kernel.apply(x, packed, bias, weight.spec)
-        if how == "panels":
-            return launch.by_panels(x, packed, bias, weight.spec)
-        tile = how or Tile(2, 64, 16, 4, 2)
-        return launch.fused(x, packed, bias, launch.Plan(weight.spec, tile, packed[0].shape[0], bias is not None, packed_bfloat))
+def _apply(*words):
+    return apply(Kernel, *words)
 
 
 def test_under_the_interpreter():
-    if INTERPRETED:
-        pytest.skip("this is the interpreted process")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_inside(__file__)
 
 
 @inside

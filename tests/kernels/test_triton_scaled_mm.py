@@ -1,11 +1,8 @@
 """The W8A8 Triton kernels under Triton's interpreter, in a process of its own: interpreted and compiled code do not mix."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import inside, run_inside
 
 import bitline
 from bitline import Platform, types
@@ -14,8 +11,6 @@ from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs inside the interpreted process")
 
 INT8 = LinearSpec(40, 200, types.int8, (1, 200), act=ActSpec(types.int8))
 FP8 = LinearSpec(
@@ -41,13 +36,7 @@ FP8_SPECS = [
 
 
 def test_under_the_interpreter():
-    if INTERPRETED:
-        pytest.skip("this is the interpreted process")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_inside(__file__)
 
 
 @inside

@@ -1,21 +1,17 @@
 """TritonW4A16LinearKernel under Triton's interpreter, in a process of its own: interpreted and compiled code do not mix."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import INTERPRETED, apply, inside, run_inside
 
 from bitline import Platform, types
 from bitline.kernels.triton.layout import layout_of
-from bitline.testing import check, check_exact, poison
+from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
 from bitline.types import LinearSpec
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
     from bitline.kernels.triton import launch
@@ -23,7 +19,6 @@ if INTERPRETED:
     from bitline.kernels.triton.tiles import Machine, Tile
     from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel as Kernel
 
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs inside the interpreted process")
 BASE = LinearSpec(40, 272, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
 SPECS = [
     BASE,
@@ -36,25 +31,12 @@ SPECS = [
 ]
 
 
-def _apply(weight, x, tile=None):
-    with poison():
-        packed = list(Kernel.pack(weight).values())
-        bias = None if weight.bias is None else weight.bias.to(x.dtype)
-        if tile is None:
-            return Kernel.apply(x, packed, bias, weight.spec)
-        if tile == "panels":
-            return launch.by_panels(x, packed, bias, weight.spec)
-        return launch.fused(x, packed, bias, launch.Plan(weight.spec, tile, packed[0].shape[0], bias is not None, False))
+def _apply(*words):
+    return apply(Kernel, *words)
 
 
 def test_under_the_interpreter():
-    if INTERPRETED:
-        pytest.skip("this is the interpreted process")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_inside(__file__)
 
 
 @inside

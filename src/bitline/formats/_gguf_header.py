@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import SPARE_BYTES
+from bitline.formats.base import SPARE_BYTES, VALUE_BYTES
 from bitline.formats.gguf_blocks import GGML_TYPES, RETIRED_TYPES, SUPPORTED
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # struct's and array's codes
 _MAX_NESTING = 4
 _MAX_NAME = 1024
-_PER_VALUE = 100  # bytes that Python takes for a short value and its place among others
 _LONG = SPARE_BYTES // 4
 _SMALLEST_VALUE = 8 + 4 + 1  # an empty key, a type and one byte
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, a type and an offset
@@ -34,7 +33,7 @@ class _Cursor:
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at, self.size = data, path, 0, len(data)
         self.field = "magic"  # what is being read, in GGUF's own words, or a metadata key
-        self.left = (self.size + SPARE_BYTES) // _PER_VALUE  # values that memory may be taken for
+        self.left = (self.size + SPARE_BYTES) // VALUE_BYTES  # values that memory may be taken for
 
     def error(self, what: str, found: object, expected: object, tensor: str | None = None) -> CheckpointError:
         return CheckpointError(

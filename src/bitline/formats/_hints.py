@@ -22,6 +22,11 @@ def left_alone(config: Mapping[str, Any], file: Path, key: str = "modules_to_not
     return names
 
 
+def is_known(found: object, known: Iterable[object]) -> bool:
+    """Whether an option's value is one of these. 1 is not true, and 0 is not false."""
+    return any(found is value or (isinstance(value, str) and found == value) for value in known)
+
+
 class Hints:
     """The modules that a config says were left alone. What the list says and the tensors do not is an oddity.
 

@@ -30,6 +30,11 @@ def packing(config: Mapping[str, Any]) -> str | None:
     return PACKINGS.get(str(config.get("packing_format", "auto")))
 
 
+def quantizes_inputs(act_bits: object) -> bool:
+    """AutoRound's act_bits: whether inputs have fewer bits than 16, or a width that is none."""
+    return act_bits is not None and not (type(act_bits) is int and act_bits >= 16)
+
+
 @dataclass(frozen=True)
 class Ints:
     """How one module's integers were made. skip: the config says that this module was left alone."""

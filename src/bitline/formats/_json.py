@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import SPARE_BYTES
+from bitline.formats.base import SPARE_BYTES, VALUE_BYTES
 
 MAX_CONFIG_BYTES = 64 << 20
-_PER_VALUE = 100  # bytes that Python takes for a short value and its place among others; two characters are enough to ask for it
 
 
 def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False, size: int = 0) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False, s
 def _check_memory(data: bytes, file: Path, what: str, size: int) -> None:
     wide = 4 if not data.isascii() or b"\\u" in data else 1  # one character beyond the first 65,536 makes all of a text so wide
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    nbytes = values * _PER_VALUE + len(data) * wide
+    nbytes = values * VALUE_BYTES + len(data) * wide
     if nbytes > size + SPARE_BYTES:
         raise CheckpointError(
             f"the {what} would take more memory than the whole file", file=file, field=what,

@@ -17,7 +17,7 @@ from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats import _words, awq_gemv
 from bitline.formats._hints import Hints, left_alone
-from bitline.formats._intconfig import ModuleSettings, packing
+from bitline.formats._intconfig import ModuleSettings, packing, quantizes_inputs
 from bitline.formats._intmodule import IntModule, modules
 from bitline.formats.base import LayerRecord, TensorSource
 from bitline.formats.config import find_quantization
@@ -71,7 +71,7 @@ def _version(config: Mapping[str, Any], file: Path) -> str:
             "the config names two versions of AWQ", file=file, field="version", found=" and ".join(sorted(named))
         )
     act_bits = config.get("act_bits")
-    if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):
+    if quantizes_inputs(act_bits):
         raise CheckpointError(
             "AWQ with quantized activations is not supported yet", file=file, field="act_bits", found=f"act_bits {act_bits!r}"
         )

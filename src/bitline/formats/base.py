@@ -15,6 +15,7 @@ from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
 SPARE_BYTES = 64 << 20  # what reading may take beyond what the files hold
+VALUE_BYTES = 100  # that Python takes for a short value and its place among others, for which a file may have two characters
 MOST_EXPERTS = 1 << 14  # in one tensor; models have hundreds
 MOST_ORDERED = 1 << 22  # columns in activation order; models have tens of thousands
 

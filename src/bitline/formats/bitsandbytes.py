@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bitline import bits, types
 from bitline.errors import CheckpointError
-from bitline.formats._hints import left_alone
+from bitline.formats._hints import is_known, left_alone
 from bitline.formats._json import parse_object
 from bitline.formats._layer import FLOATS, Layer
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
@@ -47,7 +47,7 @@ class BitsAndBytesReader:
         """Every module with a quant_state or an SCB. Of tensor data only quant_state and weight_format are read."""
         config, file = find_quantization(source)
         for key, values in _VALUES.items():
-            if not any(config.get(key) is value or (isinstance(value, str) and config.get(key) == value) for value in values):
+            if not is_known(config.get(key), values):
                 raise CheckpointError(
                     f"{key} is not known", file=file, field=key, found=repr(config.get(key))[:200],
                     expected=" or ".join(map(repr, values)),

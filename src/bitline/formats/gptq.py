@@ -17,7 +17,7 @@ from torch import Tensor
 from bitline import bits, native, types
 from bitline.errors import CheckpointError
 from bitline.formats import _words
-from bitline.formats._intconfig import ModuleSettings, packing
+from bitline.formats._intconfig import ModuleSettings, packing, quantizes_inputs
 from bitline.formats._intmodule import IntModule, modules
 from bitline.formats._json import read_config
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_order
@@ -61,7 +61,7 @@ def _layout(config: Mapping[str, Any], file: Path) -> Layout:
     known = packing(config)
     if known is not None:
         act_bits = config.get("act_bits")
-        if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):
+        if quantizes_inputs(act_bits):
             raise _refused(file, "act_bits", "AutoRound's GPTQ layout with quantized activations", f"act_bits {act_bits!r}")
         return Layout(f"auto-round {known}", known == "gptq v1")  # AutoRound's 5, 6 and 7 bits are a bit stream
     words = config.get("pack_dtype")

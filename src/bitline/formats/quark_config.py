@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
-from bitline.formats._hints import KV_ODDITY
+from bitline.formats._hints import KV_ODDITY, is_known
 
 _MOST_PATTERNS, _LONGEST_PATTERN = 10_000, 512
 _MOST_TRIES = 50_000_000  # of a pattern on a name: half a minute; real models take a hundred thousand
@@ -79,7 +79,7 @@ class Rules:
             raise self.error(part, f"{part} is not a spec, nor two of them", type(found).__name__, expected)
         for spec in specs:
             for key, known in _VALUES.items():
-                if not any(spec.get(key) is value or (isinstance(value, str) and spec.get(key) == value) for value in known):
+                if not is_known(spec.get(key), known):
                     raise self.error(f"{part}.{key}", f"{key} is not known", repr(spec.get(key)), " or ".join(map(repr, known)))
         return specs
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bitline import bits, types
+from bitline.formats._hints import is_known
 from bitline.formats._layer import NUMBER
 from bitline.formats.base import LayerRecord
 from bitline.formats.torchao_layer import DescribedLayer, dtype_of
@@ -148,7 +149,7 @@ def _divisor(m: DescribedLayer) -> Tensor:
 def _scales(m: DescribedLayer, n: int, k: int, size: int, dtype: torch.dtype) -> bool:
     """Whether scales are in tiles; they have to be of this dtype, and on the grid or on that of whole tiles."""
     said = m.data.get("is_swizzled_scales")
-    if said not in (None, True, False) or (isinstance(said, int | float) and not isinstance(said, bool)):
+    if not is_known(said, (None, True, False)):
         raise m.error(m.main, "is_swizzled_scales of a weight is not valid", repr(said)[:200], "true or false")
     tiled = said is True
     columns = -(-k // size)

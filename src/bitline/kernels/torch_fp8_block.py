@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline.activations import quantize_input
+from bitline.activations import quantize_groups
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.platform import Platform
 from bitline.types import YES, ActSpec, LinearSpec, Verdict, no
@@ -74,12 +74,9 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
         if m == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        rows = -(-m // 4) * 4  # cuBLASLt wants M in multiples of 4
-        groups = pad(x, (0, k - spec.k, 0, rows - m)).view(-1, _BLOCK)
-        a, a_scale, _ = quantize_input(groups, ActSpec(spec.act.dtype, True, "token", limit=spec.act.limit))
-        a_scale = a_scale.view(rows, k // _BLOCK).t().contiguous().t()  # one column of scales after another
+        a, a_scale = quantize_rows(x, spec.act, k)
         dtype = x.dtype if bias is None else torch.float32  # a bias is added before the one rounding
-        y = torch._scaled_mm(a.view(rows, k), codes.t(), a_scale, scale.t(), out_dtype=dtype)
+        y = torch._scaled_mm(a, codes.t(), a_scale, scale.t(), out_dtype=dtype)
         y = y[:m, spec.block_offset[0] : spec.block_offset[0] + spec.n]
         return y.contiguous() if bias is None else (y + bias).to(x.dtype)
 
@@ -89,3 +86,13 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
         quantize = 8 * (3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch)
         product = roofline(spec, platform, max(m, 4), weight_bytes=spec.n * spec.k, rate=platform.rates.of("fp8"))
         return quantize + product / 0.7
+
+
+def quantize_rows(x: Tensor, act: ActSpec, columns: int) -> tuple[Tensor, Tensor]:
+    """x [M, K] to codes [M', columns] with zeros beyond M and K, and scales [M', columns / 128], one column after another.
+
+    M' is a multiple of 4: cuBLASLt wants such M, DeepGEMM columns of scales that start at multiples of 16 bytes.
+    """
+    m, k = x.shape
+    codes, scale, _none = quantize_groups(pad(x, (0, columns - k, 0, -m % 4)), act)
+    return codes, scale.t().contiguous().t()

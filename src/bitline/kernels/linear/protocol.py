@@ -187,10 +187,14 @@ class OverPack(Kernel):
         layer._bitline_kernel = impl.__name__
         for name, tensor in zip(layer._bitline_names, packed.values(), strict=True):
             _keep(layer, name, tensor)
-        if free_source:
+        if free_source and self._frees(impl):
             for name in parameters.all():
                 _forget(layer, name)
             layer._bitline_source_freed = True
+
+    def _frees(self, impl: type[Kernel]) -> bool:
+        """Whether the parameters go, where that is asked for, once `impl` has packed them."""
+        return True
 
     def _another(self, weight: QuantizedWeight, reason: str) -> type[Kernel]:
         """The next best kernel for a layer that this one cannot do; a ValueError where this one was not chosen but named."""

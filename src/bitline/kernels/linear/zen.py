@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from bitline.kernels.base import Kernel
-from bitline.kernels.linear.layers import read_layer
 from bitline.kernels.linear.protocol import OVER, OverPack, by_name
 from bitline.weight import QuantizedWeight
 
@@ -19,8 +18,10 @@ class OverZentorch(OverPack):
         for CPUWNA16LinearKernel and leave the parameters as they are. A second call does nothing."""
         if hasattr(layer, "_bitline_spec"):
             return
-        eligible = bool(type(self).can_implement(read_layer(layer, self.config, self.names).spec))
-        super().process_weights_after_loading(layer, free_source=free_source and eligible)
+        super().process_weights_after_loading(layer, free_source=free_source)
+
+    def _frees(self, impl: type[Kernel]) -> bool:
+        return impl is self.impl
 
     def _another(self, weight: QuantizedWeight, reason: str) -> type[Kernel]:
         other = by_name("CPUWNA16LinearKernel")

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline.activations import quantize_input
 from bitline.errors import InputError
 from bitline.kernels.base import Packed, roofline
 from bitline.kernels.providers.common import installed
-from bitline.kernels.torch_fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel
+from bitline.kernels.torch_fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel, quantize_rows
 from bitline.platform import Platform, installed_packages
-from bitline.types import ActSpec, LinearSpec, Verdict, no
+from bitline.types import LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
-_BLOCK, _FEW = 128, 32
+_FEW = 32
 _SOURCE = "pip install git+https://github.com/deepseek-ai/DeepGEMM (PyPI's deep-gemm is an early version)"
 
 
@@ -64,12 +63,9 @@ class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
         if m == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        rows = -(-m // 4) * 4  # columns of scales start at multiples of 16 bytes
-        groups = pad(x, (0, k - spec.k, 0, rows - m)).view(-1, _BLOCK)
-        a, a_scale, _ = quantize_input(groups, ActSpec(spec.act.dtype, True, "token", limit=spec.act.limit))
-        a_scale = a_scale.view(rows, k // _BLOCK).t().contiguous().t()
-        y = x.new_empty(rows, codes.shape[0])
-        _deep_gemm()((a.view(rows, k), a_scale), (codes, scale), y, disable_ue8m0_cast=True)
+        a, a_scale = quantize_rows(x, spec.act, k)
+        y = x.new_empty(a.shape[0], codes.shape[0])
+        _deep_gemm()((a, a_scale), (codes, scale), y, disable_ue8m0_cast=True)
         return _cut(y, m, bias, spec)
 
     @classmethod

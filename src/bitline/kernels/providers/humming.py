@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline import bits
-from bitline.activations import quantize_input
+from bitline.activations import quantize_groups, quantize_input
 from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.providers.common import installed
@@ -283,9 +283,8 @@ class HummingFP8ScaledMMLinearKernel(_Quantized):
     def _inputs(cls, x: Tensor, spec: LinearSpec, static: Tensor) -> tuple[Tensor, Tensor | None]:
         if spec.act is None or spec.act.granularity != "group":
             return super()._inputs(x, spec, static)
-        rows = ActSpec(spec.act.dtype, True, "token", limit=spec.act.limit)
-        codes, scale, _zero = quantize_input(x.view(-1, _BLOCK), rows)
-        return codes.view(x.shape), scale.view(x.shape[0], -1)
+        codes, scale, _zero = quantize_groups(x, spec.act)
+        return codes, scale
 
 
 def _tensors(weight: QuantizedWeight, form: Form) -> dict[str, Tensor]:

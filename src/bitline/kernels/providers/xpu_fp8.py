@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline.activations import quantize_input
+from bitline.activations import quantize_groups, quantize_input
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.microscale import MXFP8, MicroscaledKernel, quantize_micro
 from bitline.kernels.providers.common import installed
 from bitline.kernels.providers.xpu import _ops
 from bitline.platform import Platform
-from bitline.types import YES, ActSpec, LinearSpec, Verdict, no
+from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
 _BLOCK = 128
@@ -86,9 +86,7 @@ class XPUFP8ScaledMMLinearKernel(Kernel):
         assert spec.act is not None
         x = x.index_select(1, perm) if perm.numel() else x
         if spec.act.granularity == "group":
-            rows = ActSpec(spec.act.dtype, True, "token", limit=spec.act.limit)
-            a, a_scale, _none = quantize_input(x.reshape(-1, _BLOCK), rows)
-            a, a_scale = a.view(x.shape), a_scale.view(x.shape[0], -1)
+            a, a_scale, _none = quantize_groups(x, spec.act)
         else:
             a, a_scale, _none = quantize_input(x, spec.act, static if static.numel() else None)
         y: Tensor = _ops().fp8_gemm(a, codes.t(), x.dtype, a_scale.contiguous(), scale, bias)

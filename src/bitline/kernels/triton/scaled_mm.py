@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bitline import env
-from bitline.activations import mx_exponent, quantize_input
+from bitline.activations import mx_exponent, quantize_groups, quantize_input
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
 from bitline.platform import Platform
@@ -237,14 +237,15 @@ def _quantize_groups(x: Tensor, act: ActSpec, columns: int) -> tuple[Tensor, Ten
             x, q, scale, k, groups, POWER=act.scale == "e8m0", TINY=_EPS, GROUP=g, TILE=tile, num_warps=4
         )
         return q, scale
-    padded = torch.nn.functional.pad(x.float(), (0, groups * g - k)).reshape(-1, g)
+    padded = torch.nn.functional.pad(x.float(), (0, groups * g - k))
     if act.scale == "e8m0":
-        peak = padded.abs().amax(-1, keepdim=True)
+        rows = padded.reshape(-1, g)
+        peak = rows.abs().amax(-1, keepdim=True)
         power = torch.ldexp(torch.ones_like(peak), mx_exponent(peak, act.dtype.max()).clamp(-127, 127))
         scale = torch.where(peak > 0, power, torch.ones_like(peak))
-        codes = (padded / scale).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        codes = (rows / scale).clamp_(-448, 448).to(torch.float8_e4m3fn)
     else:
-        codes, scale, _ = quantize_input(padded, ActSpec(act.dtype, True, "token", limit=act.limit))
+        codes, scale, _ = quantize_groups(padded, act)
     flat = codes.view(torch.uint8).reshape(m, groups * g)[:, :k]
     return torch.nn.functional.pad(flat, (0, columns - k)).view(torch.float8_e4m3fn), scale.reshape(m, groups)
 
