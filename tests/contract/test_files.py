@@ -21,7 +21,7 @@ from bitline import CheckpointError
 ONE, TWO = {"a": torch.zeros(4)}, {"b": torch.ones(4)}
 
 
-def refused(path: Path, match: str = "") -> CheckpointError:
+def refused(path: Path, match: str | None = None) -> CheckpointError:
     with guarded(30), pytest.raises(CheckpointError, match=match) as caught:
         bitline.open_checkpoint(path).layers()
     return caught.value

@@ -30,7 +30,7 @@ def read(path: Path) -> dict[str, bitline.QuantizedWeight]:
     return {record.name: record.weight() for record in bitline.open_checkpoint(path).layers()}
 
 
-def refused(folder: Path, tensors: dict[str, Any], config: Any, match: str = "") -> CheckpointError:
+def refused(folder: Path, tensors: dict[str, Any], config: Any, match: str | None = None) -> CheckpointError:
     with pytest.raises(CheckpointError, match=match) as caught:
         read(write(folder, tensors, config))
     return caught.value
