@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_linear.py [--shapes 4096x4096,…] [--m 1,16,…] [--out results.json]
     python benchmarks/gpu_linear.py --kernel GluonHopperLinearKernel --schemes "W4A16 g128,MXFP4A16" --sustained …
+    python benchmarks/gpu_linear.py --catalogue   the other kernels that run there, on two shapes and 1, 16 and 256 rows
 
 Each time is the median of CUDA-graph replays over at least 300 MB of copies of the layer, so that weights come from
 device memory. Under steady load the card lowers its clocks, so --sustained gives two times of every kernel: `us`, 4 ms
@@ -21,7 +22,7 @@ import torch
 from _machine import machine
 from torch.nn.functional import linear
 
-from bitline import QuantizedWeight, types
+from bitline import Platform, QuantizedWeight, types
 from bitline.kernels.registry import kernel_by_name
 from bitline.testing import check
 from bitline.testing.generators import random_weight
@@ -36,6 +37,7 @@ G128 = LinearSpec(1, 1, types.uint4b8, (1, 1), scale_dtype=torch.bfloat16)
 def spec_of(scheme: str, n: int, k: int) -> LinearSpec:
     base = G128.replace(n=n, k=k)
     fp8 = {"weight": types.float8_e4m3fn, "block": (1, k), "scale_dtype": torch.float32}
+    mx8 = base.replace(weight=types.float8_e4m3fn, block=(1, 32), scale_dtype=torch.float8_e8m0fnu)
     return {
         "W4A16 g128": base.replace(block=(1, 128)),
         "W4A16 g128 fp16": base.replace(block=(1, 128), scale_dtype=torch.float16, act_dtype=torch.float16),
@@ -48,17 +50,31 @@ def spec_of(scheme: str, n: int, k: int) -> LinearSpec:
         "W8A16 g128": base.replace(block=(1, 128), weight=types.uint8b128),
         "Q4_1": base.replace(block=(1, 32), weight=types.uint4, zero="float", scale_dtype=torch.float16),
         "FP8_DYNAMIC": base.replace(**fp8, act=ActSpec(types.float8_e4m3fn)),
+        "FP8": base.replace(**fp8, act=ActSpec(types.float8_e4m3fn, False, "tensor")).replace(block=(n, k)),
+        "FP8_BLOCK": base.replace(**fp8, act=ActSpec(types.float8_e4m3fn, True, "group", 128)).replace(block=(128, 128)),
+        "FP8A16 block": base.replace(**fp8).replace(block=(128, 128)),
+        "FP8 bf16 scales": base.replace(weight=types.float8_e4m3fn, block=(1, k), act=ActSpec(types.float8_e4m3fn)),
+        "MXFP8": mx8.replace(act=ActSpec(types.float8_e4m3fn, True, "group", 32, scale="e8m0")),
+        "MXFP8A16": mx8,
+        "MXFP6A16": mx8.replace(weight=types.float6_e2m3),
+        "W8A8": base.replace(weight=types.int8, block=(1, k), act=ActSpec(types.int8)),
+        "W4A8": base.replace(block=(1, 128), act=ActSpec(types.int8)),
+        "W4AFP8": base.replace(block=(1, 128), act=ActSpec(types.float8_e4m3fn)),
+        "W3A16 g128": base.replace(block=(1, 128), weight=types.uint3b4),
     }[scheme]
 
 
 def fill(spec: LinearSpec) -> QuantizedWeight:
     """Random codes of a large layer, made on the device; scales from a small random weight, repeated."""
-    small = random_weight(spec.replace(n=min(spec.n, 64)), 1, "cuda")
-    times = -(-spec.n // small.spec.n)
+    n, whole = min(spec.n, max(64, spec.block[0] % spec.n)), spec.block == (spec.n, spec.k)
+    small = random_weight(spec.replace(n=n, block=(n, spec.k) if whole else spec.block), 1, "cuda")
+    kept = {"scale2": small.scale2, "input_scale": small.input_scale, **({"scale": small.scale} if whole else {})}
     rows = {
-        name: t.repeat(times, 1)[: spec.n] for name, t in small.tensors().items() if name in ("codes", "scale", "zero", "offset")
+        name: t.repeat(-(-spec.n // n), 1)[: spec.n if t.shape[0] == n else spec.grid[0]]
+        for name, t in small.tensors().items()
+        if name in ("codes", "scale", "zero", "offset") and name not in kept
     }
-    return QuantizedWeight(spec, **rows, scale2=small.scale2)
+    return QuantizedWeight(spec, **rows, **kept)
 
 
 def replay_us(calls, target_ms: float = 15, rounds: int = 5) -> float:
@@ -213,6 +229,46 @@ def measure(scheme: str, name: str, n: int, k: int, rows: list[int], peers: bool
     return found
 
 
+CATALOGUE = {
+    "TritonMinifloatLinearKernel": ["MXFP4A16", "NVFP4A16", "FP8A16", "MXFP8A16", "MXFP6A16", "FP8A16 block"],
+    "TritonInt8ScaledMMLinearKernel": ["W8A8"],
+    "TorchInt8ScaledMMLinearKernel": ["W8A8"],
+    "HummingInt8ScaledMMLinearKernel": ["W8A8", "W4A8"],
+    "TritonFp8BlockScaledMMKernel": ["FP8_BLOCK", "MXFP8"],
+    "BlockWiseTorchFP8ScaledMMLinearKernel": ["FP8_BLOCK"],
+    "DeepGemmFp8BlockScaledMMKernel": ["FP8_BLOCK"],
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": ["FP8_BLOCK"],
+    "HummingFP8ScaledMMLinearKernel": ["FP8_BLOCK", "FP8 bf16 scales", "W4AFP8"],
+    "RowWiseTorchFP8ScaledMMLinearKernel": ["FP8_DYNAMIC"],
+    "ChannelWiseTorchFP8ScaledMMLinearKernel": ["FP8_DYNAMIC"],
+    "PerTensorTorchFP8ScaledMMLinearKernel": ["FP8"],
+    "HummingLinearKernel": ["W4A16 g128", "MXFP4A16", "NVFP4A16", "W3A16 g128", "W8A16 g128"],
+}
+
+
+def catalogue(shapes: list[str], rows: list[int], seconds: float, out: Path) -> None:
+    """Every kernel of CATALOGUE that can run here, until the time is up; cuBLAS and each kernel's estimate beside it."""
+    end, here, found = time.perf_counter() + seconds, Platform.detect("cuda"), []
+    for shape in shapes:
+        n, k = map(int, shape.split("x"))
+        dense = cublas(n, k)
+        bf16 = {m: replay_us(dense(torch.randn(m, k, device="cuda", dtype=torch.bfloat16)), 6, 3) for m in rows}
+        for name, scheme in [(name, scheme) for name, schemes in CATALOGUE.items() for scheme in schemes]:
+            kernel, spec = kernel_by_name(name), spec_of(scheme, n, k)
+            verdict = kernel.is_supported(here) and kernel.can_implement(spec)
+            if not verdict or time.perf_counter() > end:
+                print(name, scheme, "not timed:", verdict.reason or "the time is up", flush=True)
+                continue
+            try:
+                for row in measure(scheme, name, n, k, rows, False):
+                    estimate = kernel.cost(spec, here, row["m"]) * 1e6
+                    found.append({**row, "cost_us": estimate, "cuBLAS bf16": bf16[row["m"]]})
+            except Exception as error:  # another provider's kernel: whatever is wrong with it is a line in the log
+                print(name, scheme, shape, type(error).__name__, str(error)[:300], flush=True)
+            out.write_text(json.dumps({"machine": machine("cuda"), "results": found}, indent=1) + "\n")
+        del dense
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--shapes", default=SHAPES)
@@ -221,9 +277,14 @@ def main() -> None:
     options.add_argument("--kernel", default="", help="time one kernel at --schemes and --shapes instead of the usual plan")
     options.add_argument("--schemes", default="W4A16 g128")
     options.add_argument("--sustained", action="store_true")
+    options.add_argument("--catalogue", action="store_true", help="time all other kernels at --shapes and --m")
+    options.add_argument("--seconds", type=float, default=600, help="stop --catalogue after that time")
     options.add_argument("--out", default="benchmarks/results/h200_triton_w4a16.json")
     chosen = options.parse_args()
     rows = [int(m) for m in chosen.m.split(",")]
+    if chosen.catalogue:
+        catalogue(chosen.shapes.split(","), rows, chosen.seconds, Path(chosen.out))
+        return
     if chosen.kernel:
         found = []
         for scheme in chosen.schemes.split(","):

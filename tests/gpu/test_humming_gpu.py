@@ -1,6 +1,7 @@
 """humming itself on a GPU, where it is installed: the specs of tests/providers/humming_specs.py, and large layers."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from bitline.testing import check
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, random_weight
 
+os.environ.setdefault("HUMMING_TEST_TUNING_SOURCE", "none")  # the tiles that users get: under pytest humming takes others
 sys.path.insert(0, str(Path(__file__).parents[1] / "providers"))
 from humming_specs import CASES, W4, W8A8
 

@@ -5,8 +5,11 @@ import torch
 
 from bitline import Platform, QuantLinear, types
 from bitline.activations import fake_quantize, quantize_input
-from bitline.kernels import cutlass, torch_fp8
+from bitline.kernels import cutlass, emulation, marlin, torch_fp8
+from bitline.kernels.reference import BatchInvariantLinearKernel
+from bitline.kernels.torch_int8_mm import TorchInt8ScaledMMLinearKernel
 from bitline.kernels.triton import launch, scaled_mm
+from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.kernels.triton.scaled_mm import TritonFp8BlockScaledMMKernel, TritonInt8ScaledMMLinearKernel
 from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
 from bitline.testing import check, check_exact
@@ -60,6 +63,43 @@ INT8S = [
     INT8.replace(act=ActSpec(types.int8, False, "tensor"), weight=types.uint4b8),
     INT8.replace(act_order=True, n=33, k=77, block=(1, 77)),
 ]
+E8M0 = torch.float8_e8m0fnu
+MX4 = LinearSpec(200, 544, types.float4_e2m1, (1, 32), scale_dtype=E8M0)
+NV4 = MX4.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(200, 544))
+MX8 = MX4.replace(weight=types.float8_e4m3fn)
+A16 = MX8.replace(block=(1, 544), scale_dtype=torch.float32)  # FP8 weights, a scale a row
+HALF, FULL = {"act_dtype": torch.float16}, {"act_dtype": torch.float32}
+MXFP4 = [MX4, MX4.replace(bias=True, **HALF), MX4.replace(act_order=True, **FULL), MX4.replace(n=33, k=96, bias=True)]
+SMALL_NV4 = NV4.replace(n=33, k=272, scale2_block=(33, 272))
+NVFP4 = [NV4, NV4.replace(bias=True, act_order=True, **HALF), NV4.replace(**FULL), SMALL_NV4]
+MXFP8 = [MX8, MX8.replace(bias=True, **HALF), MX8.replace(act_order=True), MX8.replace(n=77, k=99, **FULL)]
+FP8A16 = [
+    A16, A16.replace(bias=True, **HALF), A16.replace(block=(200, 544), bias=True), A16.replace(block=(128, 128)),
+    A16.replace(block=(128, 128), block_offset=(72, 40), **HALF), A16.replace(block=(1, 128), scale_dtype=torch.bfloat16),
+    A16.replace(act_order=True, **FULL), A16.replace(n=33, k=77, block=(33, 77)),
+]  # fmt: skip
+MINIFLOATS = [
+    *MXFP4, *NVFP4, *MXFP8, *FP8A16,
+    *(MX4.replace(weight=w, bias=True, **dtype) for w in (types.float6_e2m3, types.float6_e3m2) for dtype in ({}, HALF, FULL)),
+    MX4.replace(weight=types.float6_e2m3, act_order=True), MX8.replace(weight=types.float8_e5m2, bias=True),
+    *(A16.replace(weight=types.float8_e5m2, block=b, **HALF) for b in ((1, 544), (128, 128), (200, 544))),
+    A16.replace(weight=types.float8_e5m2, act_order=True, bias=True, **FULL), A16.replace(weight=types.float8_e4m3fnuz),
+    MX4.replace(block=(1, 64)), NV4.replace(scale_dtype=torch.bfloat16, scale2_block=None), MX4.replace(block_offset=(0, 7)),
+    MX4.replace(block=(1, 40), ragged=True, act_order=True, **HALF), MX4.replace(n=512, k=1024),
+    NV4.replace(n=512, k=1024, scale2_block=(512, 1024), **HALF), A16.replace(n=512, k=1024, block=(128, 128)),
+]  # fmt: skip
+MARLIN = [
+    (marlin.MarlinMxFp4LinearKernel, MXFP4), (marlin.MarlinNvFp4LinearKernel, NVFP4), (marlin.MarlinMxfp8LinearKernel, MXFP8),
+    (marlin.MarlinFP8ScaledMMLinearKernel, FP8A16),
+]  # fmt: skip
+MX4_INPUT = ActSpec(types.float4_e2m1, True, "group", 32, scale="e8m0")
+NV4_INPUT = ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3")
+EMULATED = [
+    (emulation.EmulationMxFp4LinearKernel, [*MXFP4, MX4.replace(act=MX4_INPUT)]),
+    (emulation.EmulationNvFp4LinearKernel, [*NVFP4, NV4.replace(act=NV4_INPUT)]),
+    (emulation.EmulationMxfp8LinearKernel, [*MXFP8, BLOCKS[-1]]),
+    (emulation.EmulationMxfp6LinearKernel, [s for s in MINIFLOATS if s.weight.bits == 6]),
+]
 FP8_KERNELS = [
     cutlass.CutlassFP8ScaledMMLinearKernel,
     torch_fp8.PerTensorTorchFP8ScaledMMLinearKernel,
@@ -84,7 +124,31 @@ def test_fp8_conformance(kernel):
     assert len(report.passed) >= 2
 
 
-@pytest.mark.parametrize("kernel", [TritonInt8ScaledMMLinearKernel, cutlass.CutlassInt8ScaledMMLinearKernel])
+@pytest.mark.parametrize("spec", MINIFLOATS, ids=lambda s: s.key)
+def test_minifloat_conformance(spec):
+    assert check_kernel(TritonMinifloatLinearKernel, [spec], device="cuda").passed
+
+
+@pytest.mark.parametrize(("kernel", "specs"), MARLIN)
+def test_marlin_conformance(kernel, specs):
+    taken = [s for s in specs if s.act_dtype in kernel.act_dtypes]
+    assert len(check_kernel(kernel, taken, device="cuda").passed) == len(taken) >= 3
+
+
+@pytest.mark.parametrize(("kernel", "specs"), EMULATED)
+def test_emulation_conformance(kernel, specs):
+    assert len(check_kernel(kernel, specs, device="cuda").passed) == len(specs)
+
+
+def test_batch_invariant_conformance():
+    nf4 = W4.replace(weight=types.nf4, block=(1, 64), bias=True)
+    specs = [W4, nf4, MX4, NV4.replace(**HALF), A16.replace(**FULL), INT8, E4M3]
+    assert len(check_kernel(BatchInvariantLinearKernel, specs, device="cuda").passed) == len(specs)
+
+
+@pytest.mark.parametrize(
+    "kernel", [TritonInt8ScaledMMLinearKernel, cutlass.CutlassInt8ScaledMMLinearKernel, TorchInt8ScaledMMLinearKernel]
+)
 def test_int8_conformance(kernel):
     assert len(check_kernel(kernel, INT8S, device="cuda").passed) == len(INT8S)
 
@@ -141,16 +205,33 @@ def test_every_tile_on_a_large_layer(m):
         check_exact(TritonW4A16LinearKernel.apply(x := lossless_inputs(m, spec, m, "cuda"), packed, None, spec), x, exact)
 
 
+@pytest.mark.parametrize("m", [1, 7, 16, 40, 64, 200, 257])
+@pytest.mark.parametrize("spec", [MX4, NV4, MX8, A16, A16.replace(block=(128, 128))], ids=lambda s: s.scheme)
+def test_minifloats_on_a_large_layer(spec, m):
+    """Every tile, and K split over programs."""
+    for n, k in ((2048, 4096), (10240, 1056)):
+        block = (spec.block[0], min(spec.block[1], 128) if spec is not A16 else k)
+        layer = spec.replace(n=n, k=k, block=block, scale2_block=spec.scale2_block and (n, k))
+        for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
+            weight, x = make(layer, 1, "cuda"), given(m, layer, m, "cuda")
+            packed = list(TritonMinifloatLinearKernel.pack(weight).values())
+            judge(TritonMinifloatLinearKernel.apply(x, packed, None, layer), x, weight)
+
+
 def test_panels_and_the_fused_kernel_agree_with_the_reference():
     spec = W4.replace(n=1000, k=1000, weight=types.uint4, zero="int", block=(1, 32), bias=True, act_order=True)
     weight = random_weight(spec, 2, "cuda")
     packed, bias = list(TritonW4A16LinearKernel.pack(weight).values()), weight.bias.bfloat16()
     x = inputs(300, spec, 3, "cuda")
     check(launch.by_panels(x, packed, bias, spec), x, weight)
+    for spec in (MX4, NV4.replace(**HALF), A16.replace(block=(128, 128)), MX4.replace(weight=types.float6_e3m2, act_order=True)):
+        weight, x = random_weight(spec, 2, "cuda"), inputs(300, spec, 3, "cuda")
+        check(launch.by_panels(x, list(TritonMinifloatLinearKernel.pack(weight).values()), None, spec), x, weight)
 
 
 def _layers():
     yield QuantLinear(random_weight(W4.replace(n=4096, k=4096), 1, "cuda"), kernel="TritonW4A16LinearKernel")
+    yield QuantLinear(random_weight(MX4.replace(n=1024, k=2048), 1, "cuda"), kernel="TritonMinifloatLinearKernel")
     if torch_fp8.RowWiseTorchFP8ScaledMMLinearKernel.is_supported(Platform.detect("cuda")):
         yield QuantLinear(random_weight(E4M3, 1, "cuda"), kernel="RowWiseTorchFP8ScaledMMLinearKernel")
 
