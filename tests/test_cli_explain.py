@@ -143,7 +143,7 @@ SPEC = types.LinearSpec(4096, 4096, types.uint4b8, (1, 128))
     ("kernel", "platform", "changes", "expected"),
     [
         ("TritonW4A16LinearKernel", "cuda:sm90", {}, "runs"),
-        ("TritonW4A16LinearKernel", "cuda:sm90", {"weight": types.uint3b4}, "scheme"),
+        ("TritonW4A16LinearKernel", "cuda:sm90", {"weight": types.float8_e4m3fn}, "scheme"),
         ("TorchInt4PackLinearKernel", "cpu:avx512", {"block": (1, 48)}, "layer"),
         ("TorchInt4PackLinearKernel", "cpu:avx512", {"act_dtype": types.torch.float32}, "layer"),
         ("CPUWNA16LinearKernel", "cuda:sm90", {}, "vendor"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreter import INTERPRETED, apply, inside, run_inside
 
-from bitline import Platform, types
+from bitline import Platform, QuantizedWeight, bits, types
 from bitline.kernels.triton.layout import layout_of
 from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
@@ -28,7 +28,14 @@ SPECS = [
     BASE.replace(weight=types.uint2, zero="int", block=(1, 64)),
     BASE.replace(weight=types.int8, block=(1, 272), act_order=True),
     BASE.replace(act_order=True, ragged=True, block=(1, 48)),
+    BASE.replace(weight=types.uint3b4),
+    BASE.replace(weight=types.uint3, zero="int", act_order=True, bias=True, act_dtype=torch.float16),
+    BASE.replace(weight=types.uint6b32, block=(1, 16), scale_dtype=torch.int8, scale2_block=(1, 256), k=256),
+    BASE.replace(weight=types.nf4, block=(1, 64), scale_dtype=torch.float32),
+    BASE.replace(weight=types.nf4, block=(1, 64), act_dtype=torch.float16, bias=True),
+    BASE.replace(weight=types.iq2, block=(1, 8), act_dtype=torch.float32),
 ]
+TABLES = [t for t in types.SCALAR_TYPES.values() if t.kind == "table"]
 
 
 def _apply(*words):
@@ -53,10 +60,10 @@ def test_every_group_size(group):
 
 
 @inside
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("width", range(1, 9))
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
-def test_every_width_by_both_paths(bits, zero):
-    spec = BASE.replace(weight=types.unsigned(bits, symmetric=zero == "none"), zero=zero, n=17, k=300, bias=True)
+def test_every_width_by_both_paths(width, zero):
+    spec = BASE.replace(weight=types.unsigned(width, symmetric=zero == "none"), zero=zero, n=17, k=300, bias=True)
     weight, exact = random_weight(spec), lossless_weight(spec)
     for path in (None, "panels"):
         check(_apply(weight, x := inputs(2, spec), path), x, weight)
@@ -64,9 +71,25 @@ def test_every_width_by_both_paths(bits, zero):
 
 
 @inside
-def test_a_cut_inside_a_group():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "kind", [*map(types.SCALAR_TYPES.get, ("uint1", "uint3b4", "uint5", "uint6", "uint7b64", "int4")), *TABLES]
+)
+def test_every_code_in_every_place(kind, dtype):
+    """A row's codes go round all that there are, from another one in each row; x takes out one column at a time."""
+    n, k = 1 << kind.bits, 288
+    codes = ((torch.arange(n)[:, None] + torch.arange(k)) % n).to(torch.uint8)
+    weight = QuantizedWeight(LinearSpec(n, k, kind, (1, k), act_dtype=dtype), bits.pack(codes, kind.bits), torch.ones(n, 1))
+    exact = torch.tensor(kind.values())[codes.int()].t()  # of which a table's values are rounded once, by either path
+    for path in (None, "panels"):
+        assert torch.equal(_apply(weight, torch.eye(k, dtype=dtype), path), exact.to(dtype))
+
+
+@inside
+@pytest.mark.parametrize("kind", ["uint4", "uint3", "uint6"])
+def test_a_cut_inside_a_group(kind):
     for order in (False, True):
-        whole = random_weight(LinearSpec(24, 512, types.uint4, (1, 128), zero="int", act_order=order))
+        whole = random_weight(LinearSpec(24, 512, types.SCALAR_TYPES[kind], (1, 128), zero="int", act_order=order))
         part = whole.narrow(1, 40, 470)
         check(_apply(part, x := inputs(3, part.spec)), x, part)
         check(_apply(part, x := inputs(3, part.spec), "panels"), x, part)
@@ -74,16 +97,13 @@ def test_a_cut_inside_a_group():
 
 @inside
 def test_splits_and_slices_compute_the_same():
-    weight = lossless_weight(BASE.replace(n=70, k=640, bias=True))
-    x = lossless_inputs(17, weight.spec)
-    for tile in (
-        Tile(1, 32, 16, 4, 2),
-        Tile(1, 64, 16, 4, 2, 3),
-        Tile(2, 32, 16, 4, 2, 2),
-        Tile(4, 16, 8, 4, 2),
-        Tile(8, 16, 8, 8, 2),
-    ):
-        check_exact(_apply(weight, x, tile), x, weight)
+    for kind in ("uint4b8", "uint3b4", "uint5b16", "nf4"):
+        weight = lossless_weight(BASE.replace(n=70, k=640, bias=True, weight=types.SCALAR_TYPES[kind]))
+        x = lossless_inputs(17, weight.spec)
+        for tile in (
+            Tile(1, 32, 16, 4, 2), Tile(1, 64, 16, 4, 2, 3), Tile(2, 32, 16, 4, 2, 2), Tile(4, 16, 8, 4, 2), Tile(8, 16, 8, 8, 2),
+        ):  # fmt: skip
+            check_exact(_apply(weight, x, tile), x, weight)
 
 
 @inside
@@ -118,8 +138,8 @@ def test_splits_are_added_in_their_order():
     packed = list(Kernel.pack(weight).values())
     plan = launch.Plan(weight.spec, Tile(1, 64, 16, 4, 1, 5), 5, False, False)
     parts = torch.empty(5, 5, 48)
-    codes, scale, zero, offset, fine, perm = packed
-    plan.launch((1, 1, 5), False, x, codes, scale, zero, offset, fine, perm, x, parts, 5, 48, 640, 0, 5, scale.shape[0], 1)
+    codes, scale, zero, offset, side, perm = packed
+    plan.launch((1, 1, 5), False, x, codes, scale, zero, offset, side, perm, x, parts, 5, 48, 640, 0, 5, scale.shape[0], 1)
     total = torch.zeros(5, 48)
     for part in parts:
         total = total + part
@@ -135,11 +155,13 @@ def test_sums_in_float32_alone_stay_short():
 
 @inside
 def test_packed_size():
-    spec = LinearSpec(64, 4096, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
-    packed = Kernel.pack(random_weight(spec))
-    size = sum(t.nbytes for t in packed.values())
-    assert size == Kernel.packed_bytes(spec)
-    assert size * 8 / (64 * 4096) <= 4.25
+    for kind, most in (("uint4b8", 4), ("uint2b2", 2), ("uint3b4", 3), ("uint5b16", 5), ("uint6b32", 6), ("uint8b128", 8)):
+        spec = LinearSpec(64, 4096, types.SCALAR_TYPES[kind], (1, 128), scale_dtype=torch.bfloat16)
+        size = sum(t.nbytes for t in Kernel.pack(random_weight(spec)).values())
+        assert size == Kernel.packed_bytes(spec) and size * 8 / (64 * 4096) <= most + 0.25
+    for kind, block in ((types.nf4, 64), (types.nf4, 48), (types.iq2, 8), (types.uint3, 96)):
+        spec = LinearSpec(64, 4096, kind, (1, block), act_order=block == 96)
+        assert sum(t.nbytes for t in Kernel.pack(random_weight(spec)).values()) == Kernel.packed_bytes(spec)
 
 
 def test_refusals_name_the_fact():
@@ -150,5 +172,6 @@ def test_refusals_name_the_fact():
     assert "older" in TritonW4A16LinearKernel.is_supported(Platform.parse("cuda:sm70")).reason
     for name in ("cuda:sm75", "cuda:sm90", "cuda:sm120", "rocm:gfx942", "rocm:gfx1100", "xpu"):
         assert TritonW4A16LinearKernel.is_supported(Platform.parse(name))
-    assert not TritonW4A16LinearKernel.can_implement(BASE.replace(weight=types.uint3b4))
+    assert "neither an integer" in TritonW4A16LinearKernel.can_implement(BASE.replace(weight=types.float8_e4m3fn)).reason
+    assert "zero points" in TritonW4A16LinearKernel.can_implement(BASE.replace(weight=types.nf4, zero="int")).reason
     assert not TritonW4A16LinearKernel.can_implement(BASE.replace(act=types.ActSpec(types.int8)))

@@ -36,6 +36,11 @@ VARIANTS = {
     "offset g32": (BASE.replace(n=1536, k=576, weight=types.uint4, zero="float", block=(1, 32)), (1, 16)),
     "fp16 zero": (BASE.replace(weight=types.uint4, zero="int", act_dtype=torch.float16), (1, 256)),
     "act-order": (BASE.replace(act_order=True), (1,)),
+    "3 bits": (BASE.replace(weight=types.uint3b4), (1, 16, 64, 256)),
+    "6 bits zero": (BASE.replace(weight=types.uint6, zero="int"), (1, 64)),
+    "NF4": (BASE.replace(weight=types.nf4, block=(1, 64), scale_dtype=torch.float32), (1, 16, 64, 256)),
+    "3 bits zero": (BASE.replace(weight=types.uint3, zero="int"), (1, 64)),
+    "zero": (BASE.replace(weight=types.uint4, zero="int"), (1, 64)),
     "2 bits channel": (BASE.replace(weight=types.uint2b2, block=(1, 4096)), (1, 64)),
     "8 bits": (BASE.replace(weight=types.uint8b128), (1, 64)),
     "float32": (BASE.replace(act_dtype=torch.float32), (1,)),
@@ -105,9 +110,10 @@ def main_loop(kernel):
 
 def pointers(spec):
     act, scale = "*" + NAMES[spec.act_dtype], "*" + NAMES.get(spec.scale_dtype, "fp32")
-    fine = "*i32" if layout_of(spec).chunk == 128 else "*i16"
+    layout = layout_of(spec)
+    side = "*i32" if layout.fine and layout.chunk == 128 else "*u8" if layout.high == 1 and layout.bits == 4 else "*i16"
     table = {"x_ptr": act, "codes_ptr": "*i32", "scale_ptr": scale, "zero_ptr": "*u8", "offset_ptr": scale, "perm_ptr": "*i32"}
-    return {**table, "fine_ptr": fine, "bias_ptr": act, "out_ptr": act}
+    return {**table, "side_ptr": side, "bias_ptr": act, "out_ptr": act}
 
 
 def compile_all(name):
@@ -118,7 +124,7 @@ def compile_all(name):
         layout = layout_of(spec)
         chunks = -(-spec.k // layout.chunk)
         for m in rows if name == "sm_90" else dict.fromkeys((rows[0], rows[-1])):
-            tile = choose_tile(m, spec.n, chunks, layout.chunk, spec.act_dtype, spec.zero != "none", machine)
+            tile = choose_tile(m, spec.n, chunks, layout, spec.act_dtype, spec.zero != "none", machine)
             constants = constants_of(spec, False, tile, chunks, machine.nvidia)
             table = pointers(spec)
             if tile.splits > 1:

@@ -1,15 +1,34 @@
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: SIM300  (compile-time names are upper case, which the rule takes for constants on the wrong side)
-"""Device code: packed words to numbers, by arithmetic. One source for NVIDIA, AMD and Intel, no inline assembly, no tables.
+"""Device code: packed words to numbers, by arithmetic but for types that are tables. One source for NVIDIA, AMD and Intel, no
+inline assembly.
 
-`F` is a `layout.Format`. A word holds, in field f of its low half (bits f*F.bits) and of its high half (16 bits further up), the
-codes of two neighbouring columns: one mask takes the pair out, and it lands in one register, as matrix instructions want it.
+`F` is a `launch.Format`, `side` what comes with the words: fine scales, codes' high bits, or a pointer to a table. A word holds,
+in field f of its low half (bits f*F.bits) and of its high half (16 bits further up), the codes of two neighbouring columns: one
+mask takes the pair out, and it lands in one register, as matrix instructions want it.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def high_bits(side, F: tl.constexpr):
+    """The high bits of a word's codes, as stored, in the halves of a word: field f's at bit f * F.high of each."""
+    WIDTH: tl.constexpr = 16 // F.bits * F.high
+    MASK: tl.constexpr = (1 << WIDTH) - 1
+    return (side & MASK) | (((side >> WIDTH) & MASK) << 16)
+
+
+@triton.jit
+def _codes(words, side, f: tl.constexpr, F: tl.constexpr):
+    """Field f's codes in both halves of each word."""
+    pair = (words >> (f * F.bits)) & (((1 << F.bits) - 1) * 0x10001)
+    if F.high > 0:
+        pair |= _moved(side, F.bits - f * F.high) & ((((1 << F.high) - 1) << F.bits) * 0x10001)
+    return pair
 
 
 @triton.jit
@@ -23,19 +42,46 @@ def _integer(words, shift: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def _integers(words, f: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, F: tl.constexpr):
+def _integers(words, side, f: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, F: tl.constexpr):
     """Columns [32f, 32f + 32) of integers: code - F.middle in DTYPE, [S, BN, 32].
 
     Unless F.wide, both halves at once, by or-ing codes into the mantissa of a 16-bit number; needs codes below that mantissa's
-    range (2 and 4 bits in bfloat16, 8 too in float16) and a device with packed 16-bit arithmetic.
+    range (up to 7 bits in bfloat16, 8 in float16) and a device with packed 16-bit arithmetic.
     """
-    if F.wide:
+    if F.wide and F.high == 0:
         return _narrowed(_integer(words, f * F.bits, F), _integer(words, f * F.bits + 16, F), S, BN, DTYPE)
+    elif F.wide:
+        pair = _codes(words, side, f, F)
+        low = ((pair & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - (F.middle + 8388608.0)
+        high = ((pair >> 16) | 0x4B000000).to(tl.float32, bitcast=True) - (F.middle + 8388608.0)
+        return _narrowed(low, high, S, BN, DTYPE)
     else:
         ONES: tl.constexpr = 0x64006400 if DTYPE == tl.float16 else 0x43004300
         BASE: tl.constexpr = 1024.0 if DTYPE == tl.float16 else 128.0
-        pair = ((words >> (f * F.bits)) & (((1 << F.bits) - 1) * 0x10001)) | ONES
-        return _neighbours(pair, S, BN, DTYPE) - (BASE + F.middle)
+        return _neighbours(_codes(words, side, f, F) | ONES, S, BN, DTYPE) - (BASE + F.middle)
+
+
+@triton.jit
+def _entries(words, table, f: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, F: tl.constexpr):
+    """Columns [32f, 32f + 32) of a table's values in DTYPE, [S, BN, 32]. One line of the nearest cache holds it.
+
+    It is read 16 bits at a time: Triton copies wider loads ahead to shared memory, where each would be written and read again.
+    """
+    pair = _codes(words, table, f, F)
+    low = table + (pair & 0xFFFF)
+    high = table + (pair >> 16)
+    if DTYPE == tl.float32:
+        w = tl.join(_halves(low + 16), _halves(high + 16))
+    else:
+        w = tl.join(tl.load(low).to(DTYPE, bitcast=True), tl.load(high).to(DTYPE, bitcast=True))
+    return tl.reshape(w, (S, BN, 32))
+
+
+@triton.jit
+def _halves(at):
+    """The float32 whose low 16 bits lie there and whose high 16 bits 16 places on."""
+    low = tl.load(at).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return (low | (tl.load(at + 16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -140,28 +186,30 @@ def _fine_scales(fine, f: tl.constexpr, DTYPE: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def columns(words, fine, f: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, F: tl.constexpr):
+def columns(words, side, f: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, F: tl.constexpr):
     """Columns [32f, 32f + 32) of S tiles of words uint32 [S, BN, 16] as numbers in DTYPE, [S, BN, 32]."""
     if F.mantissa > 0:
-        return _minifloats(words, fine, f, S, BN, DTYPE, F)
+        return _minifloats(words, side, f, S, BN, DTYPE, F)
+    elif F.table:
+        return _entries(words, side, f, S, BN, DTYPE, F)
     else:
-        return _integers(words, f, S, BN, DTYPE, F)
+        return _integers(words, side, f, S, BN, DTYPE, F)
 
 
 @triton.jit
-def chunk(words, fine, S: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, F: tl.constexpr):
+def chunk(words, side, S: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, F: tl.constexpr):
     """All fields of words side by side, [S, BN, 512 // F.bits]. Only register renaming, no data moves."""
     if F.bits == 8:
-        w = tl.join(columns(words, fine, 0, S, BN, DTYPE, F), columns(words, fine, 1, S, BN, DTYPE, F))
+        w = tl.join(columns(words, side, 0, S, BN, DTYPE, F), columns(words, side, 1, S, BN, DTYPE, F))
         return tl.reshape(tl.permute(w, (0, 1, 3, 2)), (S, BN, 64))
     elif F.bits == 4:
-        a = tl.join(columns(words, fine, 0, S, BN, DTYPE, F), columns(words, fine, 2, S, BN, DTYPE, F))
-        b = tl.join(columns(words, fine, 1, S, BN, DTYPE, F), columns(words, fine, 3, S, BN, DTYPE, F))
+        a = tl.join(columns(words, side, 0, S, BN, DTYPE, F), columns(words, side, 2, S, BN, DTYPE, F))
+        b = tl.join(columns(words, side, 1, S, BN, DTYPE, F), columns(words, side, 3, S, BN, DTYPE, F))
         return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 4, 2)), (S, BN, 128))
     else:
-        a = tl.join(columns(words, fine, 0, S, BN, DTYPE, F), columns(words, fine, 4, S, BN, DTYPE, F))
-        b = tl.join(columns(words, fine, 1, S, BN, DTYPE, F), columns(words, fine, 5, S, BN, DTYPE, F))
-        c = tl.join(columns(words, fine, 2, S, BN, DTYPE, F), columns(words, fine, 6, S, BN, DTYPE, F))
-        d = tl.join(columns(words, fine, 3, S, BN, DTYPE, F), columns(words, fine, 7, S, BN, DTYPE, F))
+        a = tl.join(columns(words, side, 0, S, BN, DTYPE, F), columns(words, side, 4, S, BN, DTYPE, F))
+        b = tl.join(columns(words, side, 1, S, BN, DTYPE, F), columns(words, side, 5, S, BN, DTYPE, F))
+        c = tl.join(columns(words, side, 2, S, BN, DTYPE, F), columns(words, side, 6, S, BN, DTYPE, F))
+        d = tl.join(columns(words, side, 3, S, BN, DTYPE, F), columns(words, side, 7, S, BN, DTYPE, F))
         w = tl.join(tl.join(a, c), tl.join(b, d))  # last three axes: the field number's bits, highest first
         return tl.reshape(tl.permute(w, (0, 1, 3, 4, 5, 2)), (S, BN, 256))

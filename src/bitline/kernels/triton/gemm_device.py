@@ -3,14 +3,15 @@
 """Device code of the weight-only kernels: one source for NVIDIA, AMD and Intel, no inline assembly, no atomics.
 
 Packed layout: `codes` int32 [chunks, N, 16]. A chunk is 512 / F.bits columns of K; word j of a row holds, in field f of its
-low half (bits f*F.bits) and of its high half (bits 16 + f*F.bits), the codes of columns 32*f + 2*j and 32*f + 2*j + 1.
+low half (bits f*F.bits) and of its high half (bits 16 + f*F.bits), the codes of columns 32*f + 2*j and 32*f + 2*j + 1. Of
+codes of 3, 5 and 6 bits these are the low 2 and 4 bits; `side` has the others.
 So a tile of rows is one contiguous run of memory, one mask takes a pair of neighbouring columns out of each word, and
 the pair lands in one register, as matrix instructions want it: weights never pass through shared memory as 16-bit
 numbers (read in the machine code for sm_90: 2.8 to 3.5 instructions per 4-bit weight).
 
 Codes as numbers that 16 bits hold exactly are multiplied first; the sum over a span (the columns of a chunk that share a
 scale) is scaled in float32. Zero points and offsets multiply the span's sum of x, which a product with ones gives in the same
-layout. One-byte scales of 16 or 32 columns (`fine` [chunks, N, 32 // F.fine], a word with one byte for each field) multiply
+layout. One-byte scales of 16 or 32 columns (`side` [chunks, N, 32 // F.fine], a word with one byte for each field) multiply
 the numbers themselves, which is exact too; then the sum over all of K is scaled, by one factor for each row.
 """
 
@@ -21,6 +22,7 @@ import triton.language as tl
 
 from bitline.kernels.triton.decode_device import chunk as decode_chunk
 from bitline.kernels.triton.decode_device import columns as decode_columns
+from bitline.kernels.triton.decode_device import high_bits
 
 
 @triton.jit
@@ -47,6 +49,20 @@ def _per_row(ptr, group, row, N):
 
 
 @triton.jit
+def _side(ptr, words, at, F: tl.constexpr):
+    """What comes with the words of rows and chunks `at` = chunk * N + row, [S, BN, 1]: see `decode_device`."""
+    if F.table:
+        return ptr
+    elif F.fine > 0:
+        each = tl.arange(0, 32 // F.fine)[None, None, :]
+        return tl.load(ptr + at * (32 // F.fine) + each, eviction_policy="evict_first").to(tl.uint32)
+    elif F.high > 0:
+        return high_bits(tl.load(ptr + at * 16 + tl.arange(0, 16)[None, None, :], eviction_policy="evict_first").to(tl.uint32), F)
+    else:
+        return words
+
+
+@triton.jit
 def _correction(
     scale, zero_ptr, offset_ptr, group, row, N, ADJUST: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr
 ):
@@ -62,7 +78,7 @@ def _correction(
 
 @triton.jit(do_not_specialize=["M", "shift", "chunks", "groups", "chunks_per_split"])
 def gemm_kernel(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, offset_ptr, fine_ptr, perm_ptr, bias_ptr, out_ptr,
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, offset_ptr, side_ptr, perm_ptr, bias_ptr, out_ptr,
     M, N, K, shift, chunks, groups, chunks_per_split,
     F: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_PERM: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -109,10 +125,7 @@ def gemm_kernel(
         if not EVEN:
             chunk = tl.minimum(chunk, chunks - 1)  # past the end x is zero
         words = tl.load(tile + chunk.to(tl.int64)[:, None, None] * (N * 16), eviction_policy=POLICY).to(tl.uint32, bitcast=True)
-        fine = words
-        if F.fine > 0:
-            at = (chunk.to(tl.int64)[:, None, None] * N + row[None, :, None]) * (32 // F.fine)
-            fine = tl.load(fine_ptr + at + tl.arange(0, 32 // F.fine)[None, None, :], eviction_policy=POLICY).to(tl.uint32)
+        side = _side(side_ptr, words, (chunk.to(tl.int64)[:, None] * N + row[None, :])[:, :, None], F)
         for f in tl.static_range(CHUNK // WIDTH):
             k = (c + slices)[:, None, None] * CHUNK + f * WIDTH + k_in
             if EVEN:
@@ -128,9 +141,9 @@ def gemm_kernel(
                     k -= shift
                 x = tl.load(x_rows + k, mask=col_ok & inside & (k >= 0) & (k < K), other=0.0)
             if WIDTH == CHUNK:
-                w = decode_chunk(words, fine, S, BN, DTYPE, F)
+                w = decode_chunk(words, side, S, BN, DTYPE, F)
             else:
-                w = decode_columns(words, fine, f, S, BN, DTYPE, F)
+                w = decode_columns(words, side, f, S, BN, DTYPE, F)
             if ONCE:
                 acc = _dot(w, x, acc, S, BN, BM, UPCAST)
                 if CORRECTED:
@@ -187,7 +200,7 @@ def reduce_kernel(parts_ptr, bias_ptr, out_ptr, size, N, SPLITS: tl.constexpr, H
 
 @triton.jit(do_not_specialize=["shift", "first_row", "last_row", "groups"])
 def dequantize_kernel(
-    codes_ptr, scale_ptr, zero_ptr, offset_ptr, fine_ptr, out_ptr,
+    codes_ptr, scale_ptr, zero_ptr, offset_ptr, side_ptr, out_ptr,
     N, K, shift, first_row, last_row, groups,
     F: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr, BN: tl.constexpr,
@@ -203,10 +216,7 @@ def dequantize_kernel(
     c = tl.program_id(1)
     tile = codes_ptr + c.to(tl.int64) * N * 16 + (row[:, None] * 16 + tl.arange(0, 16)[None, :])
     words = tl.reshape(tl.load(tile).to(tl.uint32, bitcast=True), (1, BN, 16))
-    fine = words
-    if F.fine > 0:
-        at = (c.to(tl.int64) * N + row[None, :, None]) * (32 // F.fine) + tl.arange(0, 32 // F.fine)[None, None, :]
-        fine = tl.load(fine_ptr + at).to(tl.uint32)
+    side = _side(side_ptr, words, c.to(tl.int64) * N + row[None, :, None], F)
     out_rows = out_ptr + (rows - first_row).to(tl.int64)[:, None] * K
     for f in tl.static_range(CHUNK // WIDTH):
         group = tl.zeros((1,), tl.int32)
@@ -214,9 +224,9 @@ def dequantize_kernel(
             group += tl.minimum((c * CHUNK + f * WIDTH) // GROUP, groups - 1)
         scale = _per_row(scale_ptr, group, row, N)
         if WIDTH == CHUNK:
-            w = decode_chunk(words, fine, 1, BN, tl.float32, F)
+            w = decode_chunk(words, side, 1, BN, tl.float32, F)
         else:
-            w = decode_columns(words, fine, f, 1, BN, tl.float32, F)
+            w = decode_columns(words, side, f, 1, BN, tl.float32, F)
         if HAS_ZERO:
             w += F.adjust - _per_row(zero_ptr, group, row, N)
         w = w * scale

@@ -18,12 +18,14 @@ from bitline.types import LinearSpec
 class Format(NamedTuple):
     """What the device code is compiled for, as to codes (`decode_device`).
 
-    bits, middle, adjust, fine, power: see `Layout`. mantissa: bits of a minifloat's mantissa, 0 for integers.
+    bits, high, table, middle, adjust, fine, power: see `Layout`. mantissa: bits of a minifloat's mantissa, 0 for integers.
     brain: minifloats are decoded through bfloat16, else through float16. wide: with float32 arithmetic. unit, scale_unit: what
     makes up for the difference of exponents' biases, of weights and of fine scales.
     """
 
     bits: int
+    high: int
+    table: bool
     middle: int
     adjust: int
     fine: int
@@ -39,16 +41,17 @@ def format_of(spec: LinearSpec, *, packed_bfloat: bool, panel: bool = False) -> 
     """The device code's format of a spec. packed_bfloat: the device has 16-bit arithmetic of bfloat16. panel: for float32."""
     layout = layout_of(spec)
     code, half, bfloat = layout.code, spec.act_dtype == torch.float16, spec.act_dtype == torch.bfloat16
-    if code.kind == "int":
-        wide = panel or not (half or (bfloat and packed_bfloat and code.bits <= 4 and not interpreted()))
-        return Format(code.bits, layout.middle, layout.adjust, 0, False, 0, False, wide, 1.0, 1.0)
+    fields = (layout.bits, layout.high, layout.table, layout.middle, layout.adjust, layout.fine, layout.power)
+    if code.kind != "float":
+        wide = panel or not (half or (bfloat and packed_bfloat and code.bits <= 7 and not interpreted()))
+        return Format(*fields, 0, False, wide, 1.0, 1.0)
     brain = bfloat and packed_bfloat and not panel
     wide = panel or not (half or brain) or (brain and interpreted())  # the interpreter cannot multiply bfloat16
     bias = 127 if brain else 15
     # E8M0 under a float16 input is a float16's exponent, 112 less than that of the same float32.
     scale_unit = (2.0**112 if half else 1.0) if layout.power else 2.0 ** (bias - 7)
     unit = 2.0 ** (bias - exponent_bias(code))
-    return Format(code.bits, 0, 0, layout.fine, layout.power, code.mantissa, brain, wide, unit, scale_unit)
+    return Format(*fields, code.mantissa, brain, wide, unit, scale_unit)
 
 
 @functools.cache
@@ -144,8 +147,7 @@ def plan_of(spec: LinearSpec, m: int, packed: Sequence[Tensor], bias: torch.dtyp
     key = (id(spec), rows, chunks, packed[3].dtype, bias, device)
     plan = _plans.get(key)
     if plan is None:
-        chunk = layout_of(spec).chunk
-        tile = choose_tile(rows, spec.n, chunks, chunk, spec.act_dtype, spec.zero != "none", machine(device))
+        tile = choose_tile(rows, spec.n, chunks, layout_of(spec), spec.act_dtype, spec.zero != "none", machine(device))
         # AMD and Intel have no packed bfloat16 arithmetic to speak of.
         plan = _plans[key] = Plan(spec, tile, chunks, bias is not None, device.type == "cuda" and not torch.version.hip)
     return plan
@@ -163,7 +165,7 @@ def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSp
 
 def fused(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, plan: Plan) -> Tensor:
     """One kernel, and one that adds up where K is split over programs."""
-    codes, scale, zero, offset, fine, perm = packed
+    codes, scale, zero, offset, side, perm = packed
     m, n, tile = x.shape[0], plan.spec.n, plan.tile
     # The interpreter's own rounding to bfloat16 is not to nearest; torch's is.
     y = torch.empty(m, n, dtype=torch.float32 if interpreted() else x.dtype, device=x.device)
@@ -173,7 +175,7 @@ def fused(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, plan: Plan) 
     aligned = (x.data_ptr() | bias_or_x.data_ptr()) % 16 == 0
     plan.launch(
         (plan.columns, -(-m // tile.bm), tile.splits), aligned,
-        x, codes, scale, zero, offset, fine, perm, bias_or_x, out,
+        x, codes, scale, zero, offset, side, perm, bias_or_x, out,
         m, n, plan.spec.k, plan.shift, plan.chunks, scale.shape[0], plan.per_split,
     )  # fmt: skip
     if split:
@@ -183,7 +185,7 @@ def fused(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, plan: Plan) 
 
 def by_panels(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Dequantize as many rows of W as the scratch holds, multiply, and go on with the next."""
-    codes, scale, zero, offset, fine, perm = packed
+    codes, scale, zero, offset, side, perm = packed
     layout = layout_of(spec)
     k, shift = spec.k, layout.shift
     if perm.numel():  # packed column order, padding and all: x follows it
@@ -196,7 +198,7 @@ def by_panels(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: Li
     for r in range(0, spec.n, rows):
         stop = min(r + rows, spec.n)
         device_code().dequantize_kernel[(-(-(stop - r) // block), codes.shape[0])](
-            codes, scale, zero, offset, fine, panel, spec.n, k, shift, r, stop, scale.shape[0],
+            codes, scale, zero, offset, side, panel, spec.n, k, shift, r, stop, scale.shape[0],
             F=format_of(spec, packed_bfloat=False, panel=True), GROUP=layout.group, SPAN=layout.span,
             HAS_ZERO=spec.zero == "int", HAS_OFFSET=spec.zero == "float", BN=block, num_warps=4,
         )  # fmt: skip

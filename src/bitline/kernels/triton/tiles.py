@@ -1,6 +1,7 @@
 """Tile sizes of the Triton kernels by shape: a fixed table, so that no call ever tunes. Measured on an H200.
 
-Those of AMD's waves of 32 (RDNA) are by compiling for them alone: the largest whose sums and weights fit 256 registers.
+Those of other NVIDIA GPUs and of AMD's waves of 32 (RDNA) are by compiling for them alone: the largest whose sums and weights
+fit 256 registers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import functools
 from typing import NamedTuple
 
 import torch
+
+from bitline.kernels.triton.layout import Layout
 
 PANEL_ELEMENTS = 1 << 25  # weights that are dequantized at a time: 64 MiB in 16 bits
 WORD_BYTES = 64  # packed bytes of one row in one chunk of K
@@ -36,6 +39,11 @@ class Machine(NamedTuple):
     wave32: bool
     shared: int
 
+    @property
+    def lone_warps(self) -> bool:
+        """Each warp multiplies alone and keeps its factors in registers: NVIDIA's GPUs but sm90 and sm100, which have 227 KiB."""
+        return self.nvidia and self.shared < 200 << 10
+
 
 def fused_limit(dtype: torch.dtype) -> int:
     """The most rows of x for which the fused kernel is faster than dequantizing to scratch and torch's product."""
@@ -43,11 +51,12 @@ def fused_limit(dtype: torch.dtype) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tile(m: int, n: int, chunks: int, chunk: int, dtype: torch.dtype, corrected: bool, machine: Machine) -> Tile:
-    """The tile for x [m, K] and W [n, K] of `chunks` chunks of `chunk` columns.
+def choose_tile(m: int, n: int, chunks: int, layout: Layout, dtype: torch.dtype, corrected: bool, machine: Machine) -> Tile:
+    """The tile for x [m, K] and W [n, K] of `chunks` chunks.
 
-    corrected: with zero points or offsets, which need a second set of sums.
+    corrected: with zero points or offsets, which need another set of sums.
     """
+    chunk = layout.chunk
     if dtype == torch.float32:
         tile = Tile(1, 16, 16, 8, 2, 4) if machine.wave32 else Tile(4, 16, 16, 4, 2)
     elif m <= 8:
@@ -63,6 +72,12 @@ def choose_tile(m: int, n: int, chunks: int, chunk: int, dtype: torch.dtype, cor
     if machine.wave32 and tile.slices == 1 and dtype != torch.float32:
         few = tile.bm <= 16
         tile = tile._replace(bn=min(tile.bn, 64), bm=min(tile.bm, 64), warps=4 if few else 8, stages=2 if few else 1)
+    if machine.lone_warps and tile.bm > 16:
+        parts = layout.group != 0 or layout.span < chunk  # sums of a span, and of all of them
+        most = 80 if chunk > 128 else 96 if layout.span < chunk or layout.table else 128  # registers of a lane for them
+        each = (1 + parts + corrected) * tile.bn * tile.bm // 32
+        tile = tile._replace(warps=8) if each // tile.warps > most else tile
+        tile = tile._replace(bm=tile.bm // 2) if each // tile.warps > most else tile
     tile = tile._replace(splits=min(tile.splits, -(-chunks // tile.slices)))
     while tile.shared_bytes(chunk, dtype.itemsize) > machine.shared and tile.stages > 1:
         tile = tile._replace(stages=tile.stages - 1)

@@ -1,4 +1,4 @@
-"""TritonW4A16LinearKernel: 2-, 4- and 8-bit integer weights with 16- or 32-bit inputs, on any GPU that Triton knows."""
+"""TritonW4A16LinearKernel: integers of 1 to 8 bits and tables of up to 16 values, inputs of 16 or 32 bits, on Triton's GPUs."""
 
 from __future__ import annotations
 
@@ -76,9 +76,11 @@ class TritonWeightOnlyKernel(Kernel):
 
 
 class TritonW4A16LinearKernel(TritonWeightOnlyKernel):
-    """Integer codes go into the matrix instruction as they are; scales are applied to float32 sums.
+    """Integer codes go into the matrix instruction as they are, a table's values rounded to the input's dtype; scales are applied
+    to float32 sums. So no integer weight is rounded.
 
-    More exact than dequantizing first, since no weight is rounded to the input's dtype.
+    Codes of 3, 5 and 6 bits are packed as their low 2 or 4 bits and the rest; of 1 and 7 bits, and of tables of 8, in fields of
+    2, 8 and 4.
     """
 
     families = ("mp",)
@@ -86,13 +88,12 @@ class TritonW4A16LinearKernel(TritonWeightOnlyKernel):
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """Weight-only 2, 4 and 8 bits: every shape, group size, zero point, offset, column order and cut."""
+        """Weight-only integers and tables: every shape, group size, zero point, offset, column order and cut."""
         if not (verdict := super().can_implement(spec)):
             return verdict
-        if spec.weight.kind != "int":
-            return no(f"weight type {spec.weight} is not an integer", "2-, 4- or 8-bit integers")
-        if spec.weight.bits not in (2, 4, 8):
-            return no(f"{spec.weight.bits}-bit codes straddle the words of the packed layout", "2, 4 or 8 bits")
-        if spec.weight.signed and spec.zero == "int":
-            return no("signed codes with zero points", f"uint{spec.weight.bits} with zero points")
+        kind = spec.weight
+        if kind.kind == "float" or (kind.kind == "table" and kind.bits > 4):
+            return no(f"weight type {kind} is neither an integer nor a table of 16", "integers, or NF4 and the like")
+        if spec.zero == "int" and (kind.signed or kind.kind == "table"):
+            return no(f"{kind} codes with zero points", f"uint{kind.bits} with zero points")
         return YES
