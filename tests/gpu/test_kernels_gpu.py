@@ -33,6 +33,15 @@ TRITON = [
     W4.replace(block=(1, 520), act_order=True, bias=True),
     W4.replace(block=(1, 48), weight=types.int4),
 ]
+W3 = W4.replace(weight=types.uint3b4)
+NF4 = W4.replace(weight=types.nf4, block=(1, 64), scale_dtype=torch.float32)
+CODES = [  # in two places, or entries of a table
+    W3, W3.replace(n=512, k=1024), W3.replace(weight=types.uint3, zero="int", act_order=True, act_dtype=torch.float16),
+    W4.replace(weight=types.uint5, zero="int", block=(1, 32), bias=True), W4.replace(weight=types.uint6b32, act_dtype=torch.float16),
+    W4.replace(weight=types.uint7b64), W4.replace(weight=types.uint1, zero="float", block=(1, 64)),
+    W3.replace(act_dtype=torch.float32), NF4, NF4.replace(n=512, k=1024, act_dtype=torch.float16), NF4.replace(act_dtype=torch.float32),
+    W4.replace(weight=types.iq4_nl, block=(1, 32), scale_dtype=torch.float16, k=512), W4.replace(weight=types.iq2, block=(1, 8)),
+]  # fmt: skip
 E4M3 = LinearSpec(200, 520, types.float8_e4m3fn, (1, 520), scale_dtype=torch.float32, act=ActSpec(types.float8_e4m3fn))
 FP8 = [
     E4M3,
@@ -112,7 +121,7 @@ needs_fp8 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("spec", TRITON, ids=lambda s: s.key)
+@pytest.mark.parametrize("spec", [*TRITON, *CODES], ids=lambda s: s.key)
 def test_triton_conformance(spec):
     check_kernel(TritonW4A16LinearKernel, [spec], device="cuda")
 
@@ -216,6 +225,17 @@ def test_minifloats_on_a_large_layer(spec, m):
             weight, x = make(layer, 1, "cuda"), given(m, layer, m, "cuda")
             packed = list(TritonMinifloatLinearKernel.pack(weight).values())
             judge(TritonMinifloatLinearKernel.apply(x, packed, None, layer), x, weight)
+
+
+@pytest.mark.parametrize("m", [1, 7, 16, 40, 64, 200, 257])
+@pytest.mark.parametrize("spec", [W3, NF4, W3.replace(weight=types.uint6, zero="int")], ids=lambda s: s.scheme)
+def test_codes_on_a_large_layer(spec, m):
+    for n, k in ((2048, 4096), (10240, 1024)):
+        layer = spec.replace(n=n, k=k)
+        for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
+            weight, x = make(layer, 1, "cuda"), given(m, layer, m, "cuda")
+            packed = list(TritonW4A16LinearKernel.pack(weight).values())
+            judge(TritonW4A16LinearKernel.apply(x, packed, None, layer), x, weight)
 
 
 def test_panels_and_the_fused_kernel_agree_with_the_reference():
