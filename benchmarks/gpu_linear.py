@@ -61,6 +61,8 @@ def spec_of(scheme: str, n: int, k: int) -> LinearSpec:
         "W4A8": base.replace(block=(1, 128), act=ActSpec(types.int8)),
         "W4AFP8": base.replace(block=(1, 128), act=ActSpec(types.float8_e4m3fn)),
         "W3A16 g128": base.replace(block=(1, 128), weight=types.uint3b4),
+        "W6A16 g128": base.replace(block=(1, 128), weight=types.uint6b32),
+        "NF4": base.replace(block=(1, 64), weight=types.nf4, scale_dtype=torch.float32),
     }[scheme]
 
 
@@ -230,6 +232,7 @@ def measure(scheme: str, name: str, n: int, k: int, rows: list[int], peers: bool
 
 
 CATALOGUE = {
+    "TritonW4A16LinearKernel": ["W3A16 g128", "W6A16 g128", "NF4"],
     "TritonMinifloatLinearKernel": ["MXFP4A16", "NVFP4A16", "FP8A16", "MXFP8A16", "MXFP6A16", "FP8A16 block"],
     "TritonInt8ScaledMMLinearKernel": ["W8A8"],
     "TorchInt8ScaledMMLinearKernel": ["W8A8"],
