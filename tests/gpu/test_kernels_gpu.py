@@ -37,10 +37,11 @@ W3 = W4.replace(weight=types.uint3b4)
 NF4 = W4.replace(weight=types.nf4, block=(1, 64), scale_dtype=torch.float32)
 CODES = [  # in two places, or entries of a table
     W3, W3.replace(n=512, k=1024), W3.replace(weight=types.uint3, zero="int", act_order=True, act_dtype=torch.float16),
-    W4.replace(weight=types.uint5, zero="int", block=(1, 32), bias=True), W4.replace(weight=types.uint6b32, act_dtype=torch.float16),
-    W4.replace(weight=types.uint7b64), W4.replace(weight=types.uint1, zero="float", block=(1, 64)),
-    W3.replace(act_dtype=torch.float32), NF4, NF4.replace(n=512, k=1024, act_dtype=torch.float16), NF4.replace(act_dtype=torch.float32),
-    W4.replace(weight=types.iq4_nl, block=(1, 32), scale_dtype=torch.float16, k=512), W4.replace(weight=types.iq2, block=(1, 8)),
+    W4.replace(weight=types.uint5, zero="int", block=(1, 32), bias=True), W3.replace(act_dtype=torch.float32),
+    W4.replace(weight=types.uint6b32, act_dtype=torch.float16), W4.replace(weight=types.uint7b64),
+    W4.replace(weight=types.uint1, zero="float", block=(1, 64)), W4.replace(weight=types.iq2, block=(1, 8)),
+    NF4, NF4.replace(n=512, k=1024, act_dtype=torch.float16), NF4.replace(act_dtype=torch.float32),
+    W4.replace(weight=types.iq4_nl, block=(1, 32), scale_dtype=torch.float16, k=512),
 ]  # fmt: skip
 E4M3 = LinearSpec(200, 520, types.float8_e4m3fn, (1, 520), scale_dtype=torch.float32, act=ActSpec(types.float8_e4m3fn))
 FP8 = [
