@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "parallel.h"
+#include "scratch.h"
 
 namespace bitline {
 namespace {
@@ -16,21 +17,7 @@ const GemmTable* table() {
   return tables[at];
 }
 
-// Memory that a thread keeps between calls.
-struct Scratch {
-  void* at;
-  size_t size;
-};
 __thread Scratch shared_part, own_part;  // a call's input as all its threads see it; one thread's panel and sums
-
-void* reserve(Scratch& s, size_t bytes) {
-  if (s.size < bytes) {
-    free(s.at);
-    s.at = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    s.size = s.at == nullptr ? 0 : bytes;
-  }
-  return s.at;
-}
 
 size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 
@@ -76,38 +63,53 @@ int64_t pieces_of(int64_t parts, int64_t tiles) {
   return most < 2 || wanted < 2 ? 1 : wanted < most ? wanted : most;
 }
 
+// One plain row is multiplied as it is where the packed columns are the input's.
+bool direct(const Call& c) {
+  const Meta& w = *c.w;
+  return c.m == 1 && c.mode == kBF16Mode && w.act == kPlain && !w.map && w.kp == w.k && w.offset_type == kNone;
+}
+
+// Places of the prepared input from `at` on, where that is not null. Returns their bytes; `room` is prepare's, at their end.
+size_t place(Call& c, uint8_t* at, float** room) {
+  const Meta& w = *c.w;
+  size_t need = 0;
+  const size_t words_at = need;
+  need += round_up(direct(c) ? 0 : size_t(c.m) * c.words * 4);
+  const size_t sums_at = need;
+  need += round_up(size_t(c.m) * w.groups * 4);
+  const size_t starts_at = need;
+  need += c.mode == kI8Mode ? round_up(size_t(c.m) * w.groups * 4) : 0;
+  const size_t scale_at = need;
+  need += round_up(size_t(c.m) * 4);
+  const size_t room_at = need;
+  need += size_t(kTile + 2) * w.kp * 4;
+  if (at == nullptr) return need;
+  c.xp = direct(c) ? static_cast<const uint32_t*>(c.x) : reinterpret_cast<uint32_t*>(at + words_at);
+  c.sums = reinterpret_cast<float*>(at + sums_at);
+  c.starts = reinterpret_cast<int32_t*>(at + starts_at);
+  c.row_scale = w.act == kPlain ? nullptr : reinterpret_cast<float*>(at + scale_at);
+  *room = reinterpret_cast<float*>(at + room_at);
+  return need;
+}
+
 // Rows [0, c.m) of c.x. Returns 0, or -2 where there is no memory.
 int pass(Call& c, const GemmTable& t) {
   const Meta& w = *c.w;
   const int64_t rows = c.m, tiles = tiles_of(c);
   c.wide = t.wide(c);
-  const bool direct = c.m == 1 && c.mode == kBF16Mode && w.act == kPlain && !w.map && w.kp == w.k && w.offset_type == kNone;
-  size_t need = 0;
-  const size_t words_at = need;
-  need += round_up(direct ? 0 : size_t(rows) * c.words * 4);
-  const size_t sums_at = need;
-  need += round_up(size_t(rows) * w.groups * 4);
-  const size_t starts_at = need;
-  need += c.mode == kI8Mode ? round_up(size_t(rows) * w.groups * 4) : 0;
-  const size_t scale_at = need;
-  need += round_up(size_t(rows) * 4);
-  const size_t room_at = need;
-  need += size_t(kTile + 2) * w.kp * 4;
-  uint8_t* at = static_cast<uint8_t*>(reserve(shared_part, need));
+  float* room;
+  uint8_t* at = static_cast<uint8_t*>(reserve(shared_part, place(c, nullptr, &room)));
   if (at == nullptr) return -2;
-  c.xp = direct ? static_cast<const uint32_t*>(c.x) : reinterpret_cast<uint32_t*>(at + words_at);
-  c.sums = reinterpret_cast<float*>(at + sums_at);
-  c.starts = reinterpret_cast<int32_t*>(at + starts_at);
-  c.row_scale = w.act == kPlain ? nullptr : reinterpret_cast<float*>(at + scale_at);
+  place(c, at, &room);
   int failed = 0;
-  if (!direct) {
+  if (!direct(c)) {
     if (rows * c.words <= kSerialWords) {
-      for (int64_t i = 0; i < tiles; ++i) t.prepare(c, i, reinterpret_cast<float*>(at + room_at));
+      for (int64_t i = 0; i < tiles; ++i) t.prepare(c, i, room);
     } else {
       parallel_for(tiles, [&](int64_t i) {
-        float* room = static_cast<float*>(reserve(own_part, size_t(kTile + 2) * w.kp * 4));
-        if (room == nullptr) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
-        else t.prepare(c, i, room);
+        float* mine = static_cast<float*>(reserve(own_part, size_t(kTile + 2) * w.kp * 4));
+        if (mine == nullptr) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+        else t.prepare(c, i, mine);
       });
     }
   }
@@ -130,20 +132,34 @@ int pass(Call& c, const GemmTable& t) {
 
 using namespace bitline;
 
-// y [m, n] = x [m, k] times a packed weight, plus bias [n] where it is not null; all of one dtype, contiguous.
-// Returns 0; -1: not a packed weight of this version; -2: no memory; -3: this level of CPU features has no kernel.
-BITLINE_EXPORT int bitline_gemm(const void* x, int64_t m, const void* packed, const void* bias, void* y, int dtype) {
-  const GemmTable* t = table();
+namespace bitline {
+namespace {
+
+// What a call of a packed weight needs to know before its rows. Returns 0, or what bitline_gemm returns.
+int begin(Call& c, const GemmTable* t, const void* x, const void* packed, const void* bias, int dtype) {
   const Meta& w = *static_cast<const Meta*>(packed);
   if (w.magic != kMagic) return -1;
   if (t == nullptr) return -3;
-  const int64_t item = dtype == kX32 ? 4 : 2;
-  Call c;
   memset(&c, 0, sizeof c);
   c.w = &w, c.base = static_cast<const uint8_t*>(packed), c.bias = bias, c.dtype = Dtype(dtype);
   c.mode = mode_of(w, dtype, *t);
   c.words = w.kp / (c.mode == kBF16Mode ? 2 : c.mode == kF32Mode ? 1 : 4);
-  c.x = x, c.m = m;
+  c.x = x;
+  return 0;
+}
+
+}  // namespace
+}  // namespace bitline
+
+// y [m, n] = x [m, k] times a packed weight, plus bias [n] where it is not null; all of one dtype, contiguous.
+// Returns 0; -1: not a packed weight of this version; -2: no memory; -3: this level of CPU features has no kernel.
+BITLINE_EXPORT int bitline_gemm(const void* x, int64_t m, const void* packed, const void* bias, void* y, int dtype) {
+  const GemmTable* t = table();
+  Call c;
+  if (const int failed = begin(c, t, x, packed, bias, dtype)) return failed;
+  const Meta& w = *c.w;
+  const int64_t item = dtype == kX32 ? 4 : 2;
+  c.m = m;
   tensor_scale(w, *t, c);
   for (int64_t row = 0; row < m; row += kMostRows) {
     c.x = static_cast<const uint8_t*>(x) + row * w.k * item;
@@ -152,4 +168,49 @@ BITLINE_EXPORT int bitline_gemm(const void* x, int64_t m, const void* packed, co
     if (const int failed = pass(c, *t)) return failed;
   }
   return 0;
+}
+
+// One row x [k] times up to three packed weights of k columns, in one parallel loop; third and its bias may be null. y: the
+// results one after another. Each is what bitline_gemm gives. Returns as bitline_gemm; -4: they have not all k columns.
+BITLINE_EXPORT int bitline_gemm_row(const void* x, int64_t k, const void* first, const void* first_bias, const void* second,
+                                    const void* second_bias, const void* third, const void* third_bias, void* y, int dtype) {
+  const GemmTable* t = table();
+  const void *const packed[] = {first, second, third}, *const bias[] = {first_bias, second_bias, third_bias};
+  const int count = third == nullptr ? 2 : 3;
+  Call calls[3];
+  float* room[3];
+  size_t need = 0;
+  int64_t starts[4] = {0, 0, 0, 0};  // of each weight's blocks among all
+  uint8_t* out = static_cast<uint8_t*>(y);
+  for (int i = 0; i < count; ++i) {
+    Call& c = calls[i];
+    if (const int failed = begin(c, t, x, packed[i], bias[i], dtype)) return failed;
+    if (c.w->k != k) return -4;
+    c.m = 1, c.y = out, c.last_tile = 1;
+    out += c.w->n * (dtype == kX32 ? 4 : 2);
+    tensor_scale(*c.w, *t, c);
+    need += round_up(place(c, nullptr, &room[i]));
+    starts[i + 1] = starts[i] + blocks_of(*c.w);
+  }
+  uint8_t* at = static_cast<uint8_t*>(reserve(shared_part, need));
+  if (at == nullptr) return -2;
+  for (int i = 0; i < count; ++i) {
+    at += round_up(place(calls[i], at, &room[i]));
+    if (!direct(calls[i])) t->prepare(calls[i], 0, room[i]);
+  }
+  const int64_t blocks = starts[count], parts = parts_of(blocks, 1);
+  int failed = 0;
+  parallel_for(parts, [&](int64_t part) {
+    const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
+    uint32_t* panel = static_cast<uint32_t*>(reserve(own_part, kPanelBytes));
+    if (panel == nullptr) {
+      __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+      return;
+    }
+    for (int i = 0; i < count; ++i) {
+      const int64_t low = from > starts[i] ? from - starts[i] : 0, high = (to < starts[i + 1] ? to : starts[i + 1]) - starts[i];
+      if (low < high) t->blocks(calls[i], low, high, panel, reinterpret_cast<float*>(panel) + kPanelBytes / 4);
+    }
+  });
+  return failed ? -2 : 0;
 }

@@ -185,6 +185,46 @@ def linear(r: random.Random) -> None:
         gemm(placed(inputs(m, spec)), weight, None, 65)
 
 
+def rows_of_one(r: random.Random) -> None:
+    """Several weights for one row, whatever each of them is."""
+    k = 130
+    for kinds in ((types.uint4b8, types.uint4), (types.int8, types.float8_e4m3fn, types.uint2), (types.uint3b4, types.uint4b8)):
+        specs = []
+        for n, kind in zip((1, 33, 95), kinds, strict=False):
+            act = r.choice((None, ActSpec(types.int8)))
+            specs.append(LinearSpec(n, k, kind, (1, r.choice((16, 32, k))), bias=r.random() < 0.5, act=act))
+        weights = [random_weight(spec, 2) for spec in specs]
+        packed = [placed(Kernel.pack(w)["weight"]) for w in weights]
+        biases = [None if w.bias is None else placed(w.bias.to(torch.bfloat16)) for w in weights]
+        x = placed(inputs(1, specs[0], 3).bfloat16())
+        y = empty(sum(spec.n for spec in specs), dtype=torch.bfloat16)
+        at = [p if p is None else p.data_ptr() for pair in zip(packed, biases, strict=True) for p in pair] + [None, None]
+        assert native.core().gemm_row(x.data_ptr(), k, *at[:6], y.data_ptr(), 2) == 0
+        apart = [OP(x, p, b, spec.n)[0] for p, b, spec in zip(packed, biases, specs, strict=True)]
+        assert torch.equal(y, torch.cat(apart))
+        assert native.core().gemm_row(x.data_ptr(), k - 1, *at[:6], y.data_ptr(), 2) == -4
+
+
+def steps(r: random.Random) -> None:
+    """What lies between linear layers."""
+    core = native.core()
+    numbers = lambda *shape: placed(torch.randn(shape).bfloat16())
+    room = lambda *shape: empty(*shape, dtype=torch.bfloat16)
+    for n in SIZES:
+        x, weight, y = numbers(3, n), numbers(n), room(3, n)
+        core.step_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), 3, n, 1e-6)
+        core.step_gate(x.data_ptr(), weight.data_ptr(), y.data_ptr(), n)
+        k = r.choice(SIZES)
+        w, x, y = numbers(n, k), numbers(k), room(n)
+        assert core.step_rows(x.data_ptr(), w.data_ptr(), y.data_ptr(), n, k) == 0
+        heads, repeat, dim = r.randrange(1, 4), r.randrange(1, 5), r.choice((16, 48, 80, 128))
+        qkv, cos, sin = numbers((repeat + 2) * heads, dim), numbers(dim), numbers(dim)
+        keys, values, y = numbers(heads, n, dim), numbers(heads, n, dim), room(heads * repeat, dim)
+        at = [t.data_ptr() for t in (qkv, cos, sin, keys, values, y)]
+        assert core.step_attention(*at, heads, repeat, dim, n, n - 1, dim**-0.5) == 0
+        assert bool(y.isfinite().all())
+
+
 def gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
     """The C function itself, into memory like its arguments'."""
     core = native.core()
@@ -218,8 +258,10 @@ def main() -> None:
             repacking(r)
             gguf(r)
             torchs_int4(r)
+            steps(r)
             if level != "portable":
                 linear(r)
+                rows_of_one(r)
     core.bind(core.torch_library)
     missing = {name.removeprefix("bitline_") for name in native.SIGNATURES} - set(CALLS)
     assert not missing or sys.argv[2:], f"never called: {missing}"

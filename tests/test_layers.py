@@ -9,7 +9,7 @@ SRC = Path(__file__).parents[1] / "src" / "bitline"
 RANK = {
     "errors": -3, "env": -3, "native": -2, "memory": -1, "types": 0, "bits": 0, "platform": 1, "weight": 1,
     "activations": 1, "rounding": 2, "formats": 2, "checkpoint": 3, "kernels": 2, "select": 3,
-    "linear": 4, "embedding": 4, "gguf_bridge": 4, "skeleton": 5, "parallel": 5, "models": 5, "testing": 5,
+    "linear": 4, "embedding": 4, "gguf_bridge": 4, "skeleton": 5, "step": 5, "parallel": 5, "models": 5, "testing": 5,
     "model": 6, "verify": 7, "generate": 8, "conversion": 9, "cli": 10, "__main__": 11, "__init__": 11, "kernels.linear": 5,
 }  # fmt: skip
 

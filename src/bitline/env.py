@@ -23,6 +23,7 @@ VARIABLES = (
     Variable("BITLINE_BACKEND", "the provider whose kernels to use", "Policy(backend=…)"),
     Variable("BITLINE_CPU_ISA", "the native core's CPU features: portable, avx2, avx512 or amx", "native.use_isa(…)"),
     Variable("BITLINE_NO_NATIVE", "1: as if the native core had not been built", "Platform(native=False)"),
+    Variable("BITLINE_NO_STEP", "1: transformers' own code between the linear layers", "load_model(native_step=False)"),
     Variable("BITLINE_NATIVE_LIBRARY", "file of the native core to load instead of the installed one", "native.Core(path)"),
 )
 
@@ -63,6 +64,11 @@ def cpu_isa() -> str:
 def no_native() -> bool:
     """True where `$BITLINE_NO_NATIVE` is set to anything but 0."""
     return _read("BITLINE_NO_NATIVE") not in ("", "0")
+
+
+def no_step() -> bool:
+    """True where `$BITLINE_NO_STEP` is set to anything but 0."""
+    return _read("BITLINE_NO_STEP") not in ("", "0")
 
 
 def native_library() -> Path | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bitline import step as native_step
 from bitline.checkpoint import Checkpoint
 from bitline.errors import CheckpointError, InputError
 from bitline.gguf_bridge import header
@@ -134,6 +135,7 @@ def _greedy(model: Any, ids: torch.Tensor, count: int, stops: list[int], streame
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    native_step.make_room(model, cache)
     # The last position as an index: as a number it is a slice of the hidden states, whose rows lie apart, and torch's product of
     # such a one with a plain head copies the head first (0.7 s for 200 MB).
     takes = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitline import memory
+from bitline import env, memory, step
 from bitline.checkpoint import Checkpoint, open_checkpoint
 from bitline.embedding import QuantEmbedding
 from bitline.errors import BitlineError, CheckpointError, InputError, OutOfMemoryError
@@ -47,12 +47,15 @@ def load_model(
     dtype: torch.dtype | None = None,
     policy: Policy | str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    native_step: bool | None = None,
 ) -> Any:
     """A transformers causal language model from a checkpoint, every quantized linear layer a QuantLinear.
 
     path: a folder with config.json and safetensors, or a GGUF file. device: where it runs. dtype: of activations and
     of what is not quantized; by default the checkpoint's own where the device is fast in it, see `skeleton.default_dtype`.
-    policy: how kernels are chosen. progress: called with (tensors placed, tensors in all).
+    policy: how kernels are chosen. progress: called with (tensors placed, tensors in all). native_step: on a CPU, whether native
+    code may do what lies between the linear layers when the model makes one token in bfloat16 (`step.py`); by default unless
+    `$BITLINE_NO_STEP` is set.
 
     The model is built without memory for its weights, then filled a layer at a time: peak memory is the packed model
     plus about one layer. Every parameter comes from the checkpoint: one that is missing, or a quantized layer that has
@@ -64,8 +67,12 @@ def load_model(
     platform = Platform.detect(device)  # a device that is not here is refused before anything is read
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError("a model's dtype is a floating torch.dtype", found=repr(dtype), expected="torch.bfloat16, say")
+    dtype = dtype or default_dtype(checkpoint, platform)
     with _one_at_a_time:
-        return _load(checkpoint, device, dtype or default_dtype(checkpoint, platform), policy, progress)
+        model = _load(checkpoint, device, dtype, policy, progress)
+    if device.type == "cpu" and dtype == torch.bfloat16 and (not env.no_step() if native_step is None else native_step):
+        step.install(model)
+    return model
 
 
 # transformers builds a model under a default dtype and initialisers that it sets for the whole process.

@@ -34,6 +34,9 @@ SIGNATURES = {
     "bitline_block_codes": "iplllllpliip",
     "bitline_int4pack": "vpllliiipillpp", "bitline_int4pack_scales": "ippplllllpldiip",
     "bitline_gemm": "iplpppi", "bitline_bind": "is",
+    "bitline_gemm_row": "iplpppppppi",
+    "bitline_step_norm": "vppplld", "bitline_step_gate": "vpppl", "bitline_step_rows": "ipppll",
+    "bitline_step_attention": "ippppppllllld",
     "bitline_gemm_pack_rows": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {
