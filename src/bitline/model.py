@@ -238,13 +238,9 @@ class _Filler:
             return
         new.source = (record.name, record.format)  # type: ignore[assignment]
         self.weights[target] = read
-        self._replace(target, new)
+        replace_module(self.model, target, new)
         self.filled.add(f"{target}.weight")
         self.quantized[target] = record
-
-    def _replace(self, target: str, new: nn.Module) -> None:
-        owner, _, leaf = target.rpartition(".")
-        setattr(self.model.get_submodule(owner), leaf, new)
 
     def _tie(self) -> None:
         """Give each tied parameter that the checkpoint does not hold the tensor, or the quantized layer, of its partner."""
@@ -294,6 +290,12 @@ class _Filler:
     def _ignorable(self, name: str) -> bool:
         patterns = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(k_scale|v_scale|q_scale|kv_scale)$", r"^rope_freqs\."]
         return _matches(name, patterns + list(getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or []))
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put a module, a QuantLinear say, in the place of the model's module of that name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, new)
 
 
 def _matches(name: str, patterns: Any) -> bool:
