@@ -145,6 +145,7 @@ def timings(model: Any, batch: int, prompt: int, length: int, rounds: int, eager
     layers = linears(model)
     torch.manual_seed(1)
     decoder = Decoder(model, torch.randint(2, model.config.vocab_size, (batch, prompt), device=device), length)
+    decoder.step()  # compiles
     eager = timed(lambda: [decoder.step() for _ in range(eager_steps)], device) / eager_steps
     decoder.rewind()
     step = decoder.seconds(captured(decoder.step, device), rounds)
