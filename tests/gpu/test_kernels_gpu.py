@@ -1,5 +1,7 @@
 """The GPU kernels on a real device: conformance, graphs, determinism, torch.compile, large shapes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,8 +10,9 @@ from bitline.activations import fake_quantize, quantize_input
 from bitline.kernels import cutlass, emulation, marlin, torch_fp8
 from bitline.kernels.reference import BatchInvariantLinearKernel
 from bitline.kernels.torch_int8_mm import TorchInt8ScaledMMLinearKernel
-from bitline.kernels.triton import launch, scaled_mm
+from bitline.kernels.triton import launch
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
+from bitline.kernels.triton.quantize import groups_of, rows_of
 from bitline.kernels.triton.scaled_mm import TritonFp8BlockScaledMMKernel, TritonInt8ScaledMMLinearKernel
 from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
 from bitline.testing import check, check_exact
@@ -52,6 +55,7 @@ FP8 = [
     E4M3.replace(block=(200, 520), act=ActSpec(types.float8_e4m3fn, True, "tensor"), act_dtype=torch.float16),
     E4M3.replace(act=ActSpec(types.float8_e4m3fn, False, "tensor"), act_dtype=torch.float16, bias=True),
     E4M3.replace(act_dtype=torch.float16, bias=True),
+    E4M3.replace(act=ActSpec(types.float8_e4m3fn, limit=2.0)),
 ]
 BLOCK = LinearSpec(
     200, 330, types.float8_e4m3fn, (128, 128), scale_dtype=torch.float32, act=ActSpec(types.float8_e4m3fn, True, "group", 128)
@@ -101,6 +105,11 @@ MINIFLOATS = [
 MARLIN = [
     (marlin.MarlinMxFp4LinearKernel, MXFP4), (marlin.MarlinNvFp4LinearKernel, NVFP4), (marlin.MarlinMxfp8LinearKernel, MXFP8),
     (marlin.MarlinFP8ScaledMMLinearKernel, FP8A16),
+]  # fmt: skip
+INPUTS = [
+    *(ActSpec(types.int8, *how) for how in ((), (True, "token", 0, False), (False, "tensor"), (False, "tensor", 0, False))),
+    ActSpec(types.float8_e4m3fn), ActSpec(types.float8_e4m3fn, False, "tensor"), ActSpec(types.float8_e4m3fn, limit=40.0),
+    ActSpec(types.int8, limit=25.0), ActSpec(types.int8, True, "token", 0, False, limit=25.0),
 ]  # fmt: skip
 MX4_INPUT = ActSpec(types.float4_e2m1, True, "group", 32, scale="e8m0")
 NV4_INPUT = ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3")
@@ -179,15 +188,27 @@ def test_inputs_are_quantized_as_defined(dtype):
     x = torch.randn(37, 1024, device="cuda", dtype=dtype) * 30
     x[5] = 0
     x[6, :32] = 1e-30 if dtype != torch.float16 else 1e-7
-    empty = torch.empty(0, device="cuda")
-    for act in (ActSpec(types.int8), ActSpec(types.int8, True, "token", 0, False)):
-        codes, scale, zero = scaled_mm._quantize_int8(x, act, empty, empty, 1024)
-        want, want_scale, want_zero = quantize_input(x, act)
-        assert torch.equal(scale, want_scale.view(-1)) and torch.equal(codes, want)
-        assert (zero is None) == (want_zero is None) and (zero is None or torch.equal(zero, want_zero.view(-1)))
-    for act in (ActSpec(types.float8_e4m3fn, True, "group", g, scale=s) for g in (32, 128) for s in ("float", "e8m0")):
-        codes, scale = scaled_mm._quantize_groups(x, act, 1024)
-        assert torch.equal(codes.float() * scale.repeat_interleave(act.group_size, 1), fake_quantize(x, act))
+    static = torch.tensor([0.37], device="cuda"), torch.tensor([-5], device="cuda", dtype=torch.int32)
+    for act in INPUTS:
+        given = () if act.dynamic else static[: 1 + (not act.symmetric)]
+        want, want_scale, want_zero = quantize_input(x, act, *given)
+        for rows, columns in ((37, 1024), (40, 1040)):
+            codes, scale, zero = rows_of(x, act, rows, columns, *given)
+            assert torch.equal(scale[: want_scale.numel()], want_scale.view(-1)) and codes.shape == (rows, columns)
+            assert torch.equal(codes[:37, :1024].view(torch.uint8), want.view(torch.uint8))
+            assert not codes[37:].view(torch.uint8).any() and not codes[:, 1024:].view(torch.uint8).any()
+            assert (zero is None) == (want_zero is None)
+            assert zero is None or torch.equal(zero[: want_zero.numel()], want_zero.view(-1))
+    groups = [ActSpec(types.float8_e4m3fn, True, "group", g, scale=s) for g in (32, 128) for s in ("float", "e8m0")]
+    for act in [*groups, replace(groups[0], limit=20.0)]:
+        codes, scale = groups_of(x, act, 40, 1024)
+        found = codes.float() * scale.repeat_interleave(act.group_size, 1)
+        assert torch.equal(found[:37], fake_quantize(x, act)) and not codes[37:].view(torch.uint8).any()
+        by_group = groups_of(x, act, 40, 1024, scales_by_group=True)[1]
+        assert torch.equal(by_group, scale) and by_group.stride() == (1, 40)
+    codes, scale = groups_of(x[:, :1000].contiguous(), ActSpec(types.float8_e4m3fn, True, "group", 128), 37, 1008)
+    want = fake_quantize(x[:, :1000], ActSpec(types.float8_e4m3fn, True, "group", 128))
+    assert torch.equal((codes.float() * scale.repeat_interleave(128, 1)[:, :1008])[:, :1000], want) and codes.shape == (37, 1008)
 
 
 @needs_fp8

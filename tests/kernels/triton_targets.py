@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bitline import types
-from bitline.kernels.triton import fp8_quantize_device, gemm_device, scaled_mm_device
+from bitline.kernels.triton import gemm_device, quantize_device, scaled_mm_device
 from bitline.kernels.triton.launch import constants_of, format_of
 from bitline.kernels.triton.layout import layout_of
 from bitline.kernels.triton.scaled_mm import _tile as tile_of_scaled_mm
@@ -54,6 +54,7 @@ VARIANTS = {
     "E5M2": (FP8.replace(weight=types.float8_e5m2), (1, 256)),
 }
 ONCE = ("fp16 zero", "8 bits", "NVFP4 fp16", "FP8 fp16", "MXFP8", "FP8 block", "E5M2")  # for sm_90 alone
+LIMIT = {"limit": "fp32"}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -61,7 +62,7 @@ def compiled(kernel, pointers, constants, target):
     options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
     constants = {name: value for name, value in constants.items() if name not in options}
     signature = {a: "constexpr" if a in constants else pointers.get(a, "i32") for a in kernel.arg_names}
-    aligned = {a for a in kernel.arg_names if a in pointers} | {"N", "K", "columns"}
+    aligned = {a for a in kernel.arg_names if "*" in pointers.get(a, "")} | {"N", "K", "columns"}
     attrs = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a in aligned}
     return triton.compile(ASTSource(kernel, signature, constants, attrs), target=target, options=options)
 
@@ -140,8 +141,8 @@ def compile_all(name):
                      "HAS_ZERO": False, "HAS_OFFSET": False, "BN": 32}  # fmt: skip
         yield label, compiled(gemm_device.dequantize_kernel, pointers(spec), constants, target)
     if name in ("sm_90", "sm_120", "gfx1201"):
-        table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
-        yield "fp8", compiled(fp8_quantize_device.quantize_kernel, table, {"TINY": 1e-7, "BLOCK": 4096, "num_warps": 8}, target)
+        table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", **LIMIT}
+        yield "fp8", compiled(quantize_device.quantize_kernel, table, {"TINY": 1e-7, "BLOCK": 4096, "num_warps": 8}, target)
     yield from scaled_mm(name, target)
 
 
@@ -160,13 +161,13 @@ def scaled_mm(name, target):
                 "num_stages": stages,
             }  # fmt: skip
             yield f"{kind} M={m}", compiled(device.scaled_mm_kernel, table, constants, target)
-    table = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
+    table = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32", **LIMIT}
     constants = {"ASYMMETRIC": True, "TINY": 1e-7, "BLOCK": 4096, "num_warps": 8}
-    yield "int8 of x", compiled(device.quantize_int8_kernel, table, constants, target)
+    yield "int8 of x", compiled(quantize_device.quantize_int8_kernel, table, constants, target)
     if "fp8" in kinds:
-        table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+        table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", **LIMIT}
         constants = {"POWER": True, "TINY": 1e-7, "GROUP": 128, "TILE": 16, "num_warps": 4}
-        yield "fp8 groups of x", compiled(device.quantize_groups_kernel, table, constants, target)
+        yield "fp8 groups of x", compiled(quantize_device.quantize_groups_kernel, table, constants, target)
 
 
 for label, kernel in compile_all(sys.argv[1]):

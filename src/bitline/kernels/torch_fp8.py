@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline.activations import quantize_input
 from bitline.kernels.base import Kernel, Packed, roofline
+from bitline.kernels.triton.quantize import rows_of
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -202,30 +202,7 @@ def _takes_fnuz(device: torch.device) -> bool:
 def _quantize(
     x: Tensor, spec: LinearSpec, static: Tensor, columns: int, rows: int, *, fused: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """x [M, K] to FP8 codes [rows, columns], zeros beyond M and K, and its scale float32 [rows, 1] or [1, 1]. fused: where Triton
-    is there and has E4M3."""
-    act = spec.act
-    assert act is not None
-    if fused and act.dynamic and act.granularity == "token" and _has_triton():
-        from bitline.kernels.triton import fp8_quantize_device
-
-        codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
-        scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-        fp8_quantize_device.quantize_kernel[(rows,)](
-            x, codes, scale, x.shape[0], spec.k, columns,
-            TINY=torch.finfo(torch.float32).eps, BLOCK=min(4096, max(256, 1 << (columns - 1).bit_length())), num_warps=8,
-        )  # fmt: skip
-        return codes, scale
-    codes, scale, _ = quantize_input(x, act, static if static.numel() else None)
-    if codes.shape != (rows, columns):
-        codes = pad(codes.view(torch.uint8), (0, columns - spec.k, 0, rows - x.shape[0])).view(torch.float8_e4m3fn)
-        if act.granularity == "token":
-            scale = pad(scale, (0, 0, 0, rows - x.shape[0]), value=1.0)
-    return codes, scale
-
-
-@functools.cache
-def _has_triton() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("triton") is not None
+    """x [M, K] to FP8 codes [rows, columns], zeros beyond M and K, and its scale float32 [rows, 1] or [1, 1]."""
+    assert spec.act is not None
+    codes, scale, _none = rows_of(x, spec.act, rows, columns, static, fused=fused)
+    return codes, scale.view(-1, 1)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline.activations import quantize_groups
 from bitline.kernels.base import Kernel, Packed, roofline
+from bitline.kernels.triton.quantize import groups_of
 from bitline.platform import Platform
 from bitline.types import YES, ActSpec, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -93,6 +93,4 @@ def quantize_rows(x: Tensor, act: ActSpec, columns: int) -> tuple[Tensor, Tensor
 
     M' is a multiple of 4: cuBLASLt wants such M, DeepGEMM columns of scales that start at multiples of 16 bytes.
     """
-    m, k = x.shape
-    codes, scale, _none = quantize_groups(pad(x, (0, columns - k, 0, -m % 4)), act)
-    return codes, scale.t().contiguous().t()
+    return groups_of(x, act, x.shape[0] + -x.shape[0] % 4, columns, scales_by_group=True)

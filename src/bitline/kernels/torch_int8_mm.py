@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bitline.activations import quantize_input
 from bitline.kernels import cpu_costs
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
 from bitline.kernels.torch_int8_cpu import one_scale_a_row
+from bitline.kernels.triton.quantize import rows_of
 from bitline.platform import Platform, cpu_features
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -27,7 +27,7 @@ CACHED = 1 << 22  # bytes of weight that stay in a cache while several rows pass
 class TorchInt8ScaledMMLinearKernel(Kernel):
     """`torch._int_mm` on int8 codes: y = (Xq @ Wq.T - zero * colsum(Wq)) * x_scale * w_scale + bias, in float32.
 
-    x is quantized by `activations.quantize_input`, per token or per tensor, dynamically or not, with a zero point or
+    x is quantized per token or per tensor, dynamically or not, with a zero point or
     without. Sums are exact in int32; scales are applied in float32 and the result is rounded once. Weights of fewer
     than 8 bits are widened to bytes.
     """
@@ -84,11 +84,8 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        q, x_scale, zero = quantize_input(
-            x, spec.act, input_scale if input_scale.numel() else None, input_zero if input_zero.numel() else None
-        )
-        if spec.k % ALIGN:
-            q = torch.nn.functional.pad(q, (0, -spec.k % ALIGN))
+        q, x_scale, zero = rows_of(x, spec.act, x.shape[0], codes.shape[1], input_scale, input_zero)
+        x_scale, zero = x_scale.view(-1, 1), None if zero is None else zero.view(-1, 1)
         y = x.new_empty(x.shape[0], spec.n)
         bias32 = None if bias is None else bias.float()
         high, wide = _tile(y.shape[0], codes.shape[0], x.device.type)

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline import bits
-from bitline.activations import quantize_groups, quantize_input
 from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.providers.common import installed
+from bitline.kernels.triton.quantize import groups_of, rows_of
 from bitline.platform import Platform
 from bitline.types import YES, ActSpec, LinearSpec, Verdict, dtype_name, no
 from bitline.weight import QuantizedWeight
@@ -218,11 +218,10 @@ class _Quantized(_Humming):
     @classmethod
     def _inputs(cls, x: Tensor, spec: LinearSpec, static: Tensor) -> tuple[Tensor, Tensor | None]:
         assert spec.act is not None
-        codes, scale, _zero = quantize_input(x, spec.act, static if static.numel() else None)
         rows = x.shape[0]
-        token = scale.new_zeros(-(-rows // 4) * 4)  # four scales are read at a time
-        token[:rows] = scale.view(-1)
-        return codes, token[:rows].view(rows, 1)
+        codes, scale, _zero = rows_of(x, spec.act, rows + -rows % 4, x.shape[1], static)  # four scales are read at a time
+        scale = scale if scale.numel() > 1 else scale.expand(codes.shape[0]).contiguous()
+        return codes[:rows], scale[:rows].view(rows, 1)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
@@ -283,8 +282,7 @@ class HummingFP8ScaledMMLinearKernel(_Quantized):
     def _inputs(cls, x: Tensor, spec: LinearSpec, static: Tensor) -> tuple[Tensor, Tensor | None]:
         if spec.act is None or spec.act.granularity != "group":
             return super()._inputs(x, spec, static)
-        codes, scale, _zero = quantize_groups(x, spec.act)
-        return codes, scale
+        return groups_of(x, spec.act, *x.shape)
 
 
 def _tensors(weight: QuantizedWeight, form: Form) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Quantization of a layer's input in one pass, bit for bit what `activations.quantize_input` and its kin compute.
 
-Divisions are rounded to nearest as torch's are. Programs of rows from M on, and columns from K on, write zeros. `limit` is what an
-absolute value counts as at most where a scale is computed; infinity for none.
+Divisions are rounded to nearest as torch's are. Rows from M on, and columns from K on, are zeros. `limit` is what an absolute
+value counts as at most where a scale is computed; infinity for none.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def quantize_int8_kernel(
 def encode_kernel(
     x_ptr, codes_ptr, scale_ptr, zero_ptr, M, K, columns, FLOAT: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Row m of x [M, K] to codes float8_e4m3fn or int8 [rows, columns] by one scale float32, and one zero int32, of a static scheme."""
+    """Row m of x [M, K] to codes float8_e4m3fn or int8 [rows, columns] by a static scheme's scale float32 and zero int32."""
     row = tl.program_id(0)
     x_ptr += row.to(tl.int64) * K
     codes_ptr += row.to(tl.int64) * columns

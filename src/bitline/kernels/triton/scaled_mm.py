@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from bitline import env
-from bitline.activations import mx_exponent, quantize_groups, quantize_input
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
+from bitline.kernels.triton.quantize import groups_of, rows_of
 from bitline.platform import Platform
-from bitline.types import YES, ActSpec, LinearSpec, Verdict, no
+from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
-_EPS = torch.finfo(torch.float32).eps
 _ALIGN = 16
 
 
@@ -106,7 +105,7 @@ class TritonInt8ScaledMMLinearKernel(_TritonScaledMM):
         if m == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        q, x_scale, zero = _quantize_int8(x, spec.act, static, static_zero, k)
+        q, x_scale, zero = rows_of(x, spec.act, m, k, static, static_zero)
         return _launch(q, codes, x_scale, scale, zero, colsum, bias, spec, x.dtype)
 
 
@@ -158,7 +157,7 @@ class TritonFp8BlockScaledMMKernel(_TritonScaledMM):
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        q, x_scale = _quantize_groups(x, spec.act, codes.shape[1])
+        q, x_scale = groups_of(x, spec.act, x.shape[0], codes.shape[1])
         return _launch(q, codes, x_scale, scale, None, scale, bias, spec, x.dtype)
 
 
@@ -205,49 +204,6 @@ def _tile(m: int, bk: int) -> tuple[int, int, int, int, int]:
     if m <= 64:
         return 64, 64, bk, 4, 4
     return 128, 128, bk, 8, 3
-
-
-def _quantize_int8(x: Tensor, act: ActSpec, static: Tensor, zero: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x [M, K] to codes int8 [M, columns], scale [M] or [1], zero int32 [M] or [1] or None."""
-    m, k = x.shape
-    if act.dynamic and act.granularity == "token" and act.limit is None and columns == k and not _interpreted():
-        q = torch.empty(m, k, dtype=torch.int8, device=x.device)
-        scale = torch.empty(m, dtype=torch.float32, device=x.device)
-        point = torch.empty(m if not act.symmetric else 0, dtype=torch.int32, device=x.device)
-        _device().quantize_int8_kernel[(m,)](
-            x, q, scale, point, k, ASYMMETRIC=not act.symmetric, TINY=_EPS,
-            BLOCK=min(4096, max(256, 1 << (k - 1).bit_length())), num_warps=8,
-        )  # fmt: skip
-        return q, scale, None if act.symmetric else point
-    q, scale, point_ = quantize_input(x, act, static if static.numel() else None, zero if zero.numel() else None)
-    if columns != k:
-        q = torch.nn.functional.pad(q, (0, columns - k))
-    return q, scale.reshape(-1), None if point_ is None else point_.reshape(-1)
-
-
-def _quantize_groups(x: Tensor, act: ActSpec, columns: int) -> tuple[Tensor, Tensor]:
-    """x [M, K] to codes float8_e4m3fn [M, columns], scale float32 [M, groups]."""
-    (m, k), g = x.shape, act.group_size
-    groups = -(-k // g)
-    if columns == k and act.limit is None and g & (g - 1) == 0 and not _interpreted():
-        q = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
-        scale = torch.empty(m, groups, dtype=torch.float32, device=x.device)
-        tile = max(1, 2048 // g)
-        _device().quantize_groups_kernel[(m, -(-groups // tile))](
-            x, q, scale, k, groups, POWER=act.scale == "e8m0", TINY=_EPS, GROUP=g, TILE=tile, num_warps=4
-        )
-        return q, scale
-    padded = torch.nn.functional.pad(x.float(), (0, groups * g - k))
-    if act.scale == "e8m0":
-        rows = padded.reshape(-1, g)
-        peak = rows.abs().amax(-1, keepdim=True)
-        power = torch.ldexp(torch.ones_like(peak), mx_exponent(peak, act.dtype.max()).clamp(-127, 127))
-        scale = torch.where(peak > 0, power, torch.ones_like(peak))
-        codes = (rows / scale).clamp_(-448, 448).to(torch.float8_e4m3fn)
-    else:
-        codes, scale, _ = quantize_groups(padded, act)
-    flat = codes.view(torch.uint8).reshape(m, groups * g)[:, :k]
-    return torch.nn.functional.pad(flat, (0, columns - k)).view(torch.float8_e4m3fn), scale.reshape(m, groups)
 
 
 @functools.cache
