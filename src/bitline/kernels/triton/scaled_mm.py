@@ -182,28 +182,28 @@ def _launch(
     act = spec.act
     assert act is not None
     grouped = act.granularity == "group"
-    bm, bn, bk, warps, stages = _tile(m, _step(spec) if grouped else 128)
+    bm, bn, bk, slices, warps, stages = _tile(m, n, _step(spec) if grouped else 128)
     (block_n, block_k), (off_n, off_k) = spec.block, spec.block_offset
     _device().scaled_mm_kernel[(-(-n // bn), -(-m // bm))](
         q, codes, x_scale, scale, x_scale if zero is None else zero, colsum, q if bias is None else bias, y,
         m, n, k, x_scale.shape[1] if grouped else 0, scale.shape[1] if grouped else 0,
         off_n if grouped else 0, off_k if grouped else 0,
         A_TOKEN=x_scale.numel() > 1, BLOCK_N=block_n if grouped else 1, BLOCK_K=block_k if grouped else 0,
-        GROUP=act.group_size if grouped else 1, HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, EVEN=k % bk == 0,
-        UPCAST=interpreted, BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
+        GROUP=act.group_size if grouped else 1, HAS_ZERO=zero is not None, HAS_BIAS=bias is not None,
+        EVEN=k % (slices * bk) == 0, UPCAST=interpreted, SLICES=slices, BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y.to(dtype)
 
 
-def _tile(m: int, bk: int) -> tuple[int, int, int, int, int]:
-    """(BM, BN, BK, warps, stages): narrow tiles while the weight's bytes are what is waited for."""
+def _tile(m: int, n: int, bk: int) -> tuple[int, int, int, int, int, int]:
+    """(BM, BN, BK, slices, warps, stages): narrow tiles while the weight's bytes are what is waited for."""
     if _interpreted():
-        return 16, 32, bk, 4, 1
+        return 16, 32, bk, 1 + (m <= 16), 4, 1
     if m <= 16:
-        return 16, 32, bk, 4, 4
+        return 16, 32, bk, 4, 4, 3
     if m <= 64:
-        return 64, 64, bk, 4, 4
-    return 128, 128, bk, 8, 3
+        return 64, 64, bk, 1, 4, 4
+    return 128, 128, bk, 1, 8, 3
 
 
 @functools.cache
