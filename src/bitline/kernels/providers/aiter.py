@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitline.activations import quantize_input
 from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
 from bitline.kernels.providers.common import installed
 from bitline.kernels.torch_int8_cpu import one_scale_a_row
+from bitline.kernels.triton.quantize import rows_of
 from bitline.platform import Platform
 from bitline.types import LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -80,12 +80,12 @@ class AiterInt8ScaledMMLinearKernel(Kernel):
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        q, x_scale, _zero = quantize_input(x, spec.act, input_scale if input_scale.numel() else None)
-        y: Tensor = _product()(q, codes, x_scale.expand(x.shape[0], 1).contiguous(), scale, None, x.dtype)
+        q, x_scale, _zero = rows_of(x, spec.act, *x.shape, input_scale)
+        y: Tensor = _product()(q, codes, x_scale.view(-1, 1).expand(x.shape[0], 1).contiguous(), scale, None, x.dtype)
         return y if bias is None else y + bias
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """Six passes over x, and a roofline at 70 % of both rates."""
-        quantize = 6 * (3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch)
+        """A pass over x, and a roofline at 70 % of both rates."""
+        quantize = 3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch
         return quantize + roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=platform.rates.int8) / 0.7
