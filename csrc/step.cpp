@@ -2,8 +2,13 @@
 
 #include <stdlib.h>
 
+#include "gemm.h"
 #include "parallel.h"
 #include "scratch.h"
+
+BITLINE_EXPORT int bitline_gemm(const void* x, int64_t m, const void* packed, const void* bias, void* y, int dtype);
+BITLINE_EXPORT int bitline_gemm_row(const void* x, int64_t k, const void* first, const void* first_bias, const void* second,
+                                    const void* second_bias, const void* third, const void* third_bias, void* y, int dtype);
 
 namespace bitline {
 namespace {
@@ -14,7 +19,12 @@ const StepTable& table() {
   return pick(tables);
 }
 
-__thread Scratch room;
+__thread Scratch room, between;  // of one function; of a layer's
+
+bool shaped(const void* packed, int64_t n, int64_t k) {
+  const Meta& w = *static_cast<const Meta*>(packed);
+  return w.magic == kMagic && w.n == n && w.k == k;
+}
 
 constexpr int64_t kSerial = 1 << 15;  // numbers of keys that one thread reads sooner than two are woken
 
@@ -74,5 +84,35 @@ BITLINE_EXPORT int bitline_step_rows(const uint16_t* x, const uint16_t* w, uint1
   t.widen(x, wide, k);
   const int64_t parts = n < 64 ? 1 : 8 * threads();
   parallel_for(parts, [&](int64_t i) { t.rows(wide, w, k, n * i / parts, n * (i + 1) / parts, y); });
+  return 0;
+}
+
+// One token through a layer: norm, attention and its output, norm, gated MLP, each added to what went in. Returns 0; -2: no memory;
+// -3: no kernel for this level of CPU features; -4: the weights are not of these sizes. The cache's position `at` and y are then of no use.
+BITLINE_EXPORT int bitline_step_layer(const void* layer, double scale, double first_epsilon, double second_epsilon, double head_epsilon) {
+  const Layer& l = *static_cast<const Layer*>(layer);
+  const StepTable& t = table();
+  const int64_t hidden = l.hidden, inner = l.inner, all = l.heads * l.repeat * l.dim, one = l.heads * l.dim;
+  if (!shaped(l.query, all, hidden) || !shaped(l.key, one, hidden) || !shaped(l.value, one, hidden) || !shaped(l.out, hidden, all) ||
+      !shaped(l.gate, inner, hidden) || !shaped(l.up, inner, hidden) || !shaped(l.down, hidden, inner))
+    return -4;
+  uint16_t* at = static_cast<uint16_t*>(reserve(between, size_t(2 * all + 2 * one + 2 * hidden + 3 * inner) * 2));
+  if (at == nullptr) return -2;
+  uint16_t *qkv = at, *attended = qkv + all + 2 * one, *a = attended + all, *sum = a + hidden, *both = sum + hidden, *gated = both + 2 * inner;
+  t.norm(l.x, l.first_norm, a, hidden, float(first_epsilon));
+  if (const int failed = bitline_gemm_row(a, hidden, l.query, l.query_bias, l.key, l.key_bias, l.value, l.value_bias, qkv, kXB16)) return failed;
+  if (l.query_norm != nullptr && l.key_norm != nullptr) {
+    bitline_step_norm(qkv, l.query_norm, qkv, l.heads * l.repeat, l.dim, head_epsilon);
+    bitline_step_norm(qkv + all, l.key_norm, qkv + all, l.heads, l.dim, head_epsilon);
+  }
+  if (const int failed = bitline_step_attention(qkv, l.cos, l.sin, l.keys, l.values, attended, l.heads, l.repeat, l.dim, l.place, l.at, scale))
+    return failed;
+  if (const int failed = bitline_gemm(attended, 1, l.out, l.out_bias, a, kXB16)) return failed;
+  t.add(l.x, a, sum, hidden);
+  t.norm(sum, l.second_norm, a, hidden, float(second_epsilon));
+  if (const int failed = bitline_gemm_row(a, hidden, l.gate, l.gate_bias, l.up, l.up_bias, nullptr, nullptr, both, kXB16)) return failed;
+  t.gate(both, both + inner, gated, inner);
+  if (const int failed = bitline_gemm(gated, 1, l.down, l.down_bias, a, kXB16)) return failed;
+  t.add(sum, a, l.y, hidden);
   return 0;
 }

@@ -225,6 +225,34 @@ def steps(r: random.Random) -> None:
         assert bool(y.isfinite().all())
 
 
+def layers(r: random.Random) -> None:
+    """A whole layer of a decoder."""
+    for hidden, heads, repeat, dim, inner, normed in ((33, 1, 1, 16, 7, False), (130, 2, 3, 48, 95, True)):
+        numbers = lambda *shape: placed(torch.randn(shape).bfloat16())
+        every, one = heads * repeat * dim, heads * dim
+        sizes = (
+            (every, hidden),
+            (one, hidden),
+            (one, hidden),
+            (hidden, every),
+            (inner, hidden),
+            (inner, hidden),
+            (hidden, inner),
+        )
+        x, y = numbers(hidden), empty(hidden, dtype=torch.bfloat16)
+        place = r.choice((1, 2, 130))
+        tensors = [x, y, numbers(hidden), numbers(hidden), *((numbers(dim), numbers(dim)) if normed else (None, None)),
+                   numbers(dim), numbers(dim), numbers(heads, place, dim), numbers(heads, place, dim)]  # fmt: skip
+        for n, k in sizes:
+            kind = r.choice((types.uint4b8, types.int8, types.uint4))
+            weight = random_weight(LinearSpec(n, k, kind, (1, k), bias=r.random() < 0.5), n)
+            tensors += placed(Kernel.pack(weight)["weight"]), None if weight.bias is None else placed(weight.bias.bfloat16())
+        numbers_at = [0 if t is None else t.data_ptr() for t in tensors]
+        for dims in ((hidden, heads, repeat, dim, place, place - 1, inner), (hidden, heads, repeat, dim, place, 0, inner + 1)):
+            line = (ctypes.c_int64 * 31)(*numbers_at, *dims)
+            assert native.core().step_layer(ctypes.addressof(line), 0.2, 1e-6, 1e-6, 1e-6) == (0 if dims[-1] == inner else -4)
+
+
 def gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
     """The C function itself, into memory like its arguments'."""
     core = native.core()
@@ -262,6 +290,7 @@ def main() -> None:
             if level != "portable":
                 linear(r)
                 rows_of_one(r)
+                layers(r)
     core.bind(core.torch_library)
     missing = {name.removeprefix("bitline_") for name in native.SIGNATURES} - set(CALLS)
     assert not missing or sys.argv[2:], f"never called: {missing}"

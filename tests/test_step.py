@@ -153,11 +153,11 @@ def test_products_of_one_row_are_those_of_each_layer(schemes):
         w, bias = torch.randn(33 + 160 * i, 256).to(BF16), torch.randn(33 + 160 * i).to(BF16)
         layer = QuantLinear(bitline.quantize(w, scheme), bias if i else None, kernel="CPUWNA16LinearKernel")
         layers.append(layer)
-    x = torch.randn(1, 1, 256).to(BF16)
-    sizes = step._sizes(tuple(layers), x)
-    assert sizes == [layer.out_features for layer in layers]
-    y = step._row(native.core(), tuple(layers), sizes, x)
-    assert torch.equal(y, torch.cat([layer(x)[0, 0] for layer in layers]))
+    x = torch.randn(1, 256).to(BF16)
+    y = torch.empty(sum(layer.out_features for layer in layers), dtype=BF16)
+    at = [t if t is None else t.data_ptr() for layer in layers for t in layer._direct[1][:2]] + [None, None]
+    assert native.core().gemm_row(x.data_ptr(), 256, *at[:6], y.data_ptr(), 2) == 0
+    assert torch.equal(y, torch.cat([layer(x)[0] for layer in layers]))
 
 
 def family(name, **changes):
@@ -203,7 +203,8 @@ def logits(model, ids, *, room=True):
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_whole_models(name, pair, tmp_path):
     fast, plain = pair(name)
-    assert len(steps(fast)) >= 2 * 4 + 1 and not steps(plain)
+    assert {"model.layers.0", "model.layers.1", "model.layers.1.input_layernorm", "model.norm"} <= steps(fast)
+    assert not steps(plain)
     exact = load_model(tmp_path / name, dtype=torch.float32)
     assert not steps(exact)
     ids = torch.randint(3, 100, (1, 300))
@@ -215,7 +216,7 @@ def test_whole_models(name, pair, tmp_path):
 def called(model, monkeypatch):
     """Names of the core's functions that a model calls for one token."""
     core, names = native.core(), []
-    for name in ("step_norm", "step_gate", "step_attention", "gemm_row", "step_rows"):
+    for name in ("step_norm", "step_layer", "step_rows"):
         function = getattr(core, name)
         monkeypatch.setattr(core, name, lambda *a, name=name, function=function: (names.append(name), function(*a))[1])
     logits(model, torch.tensor([[1, 5, 9, 33]]))
@@ -225,7 +226,7 @@ def called(model, monkeypatch):
 
 def test_a_token_goes_through_the_core(pair, monkeypatch):
     fast, plain = pair()
-    assert called(fast, monkeypatch) == {"step_norm", "step_gate", "step_attention", "gemm_row"}
+    assert called(fast, monkeypatch) == {"step_norm", "step_layer"}
     assert called(plain, monkeypatch) == set()
 
 
@@ -238,14 +239,42 @@ def test_a_large_plain_head(monkeypatch):
 
 def test_hooks_are_called(pair):
     fast, plain = pair()
-    for model in (fast, plain):
-        model.seen = []
-        note = lambda module, args, out, model=model: model.seen.append(out.shape)
-        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.act_fn", "mlp.down_proj", "input_layernorm"):
-            model.get_submodule(f"model.layers.0.{name}").register_forward_hook(note)
+    layer = fast.model.layers[0]
+    names = ["", *(name for name, _ in layer.named_modules() if name)]
+    assert len(names) == 13
     ids = torch.tensor([[1, 5, 9, 33, 7]])
-    logits(fast, ids), logits(plain, ids)
-    assert fast.seen == plain.seen and len(fast.seen) == 18
+    for name in names:
+        seen = []
+        for model in (fast, plain):
+            module = model.model.layers[0].get_submodule(name)
+            handle = module.register_forward_hook(lambda module, args, out, seen=seen: seen.append(type(module)))
+            logits(model, ids)
+            handle.remove()
+            handle = module.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(type(module)))
+            logits(model, ids)
+            handle.remove()
+        assert len(seen) == 12 and len(set(seen)) == 1, name
+
+
+@pytest.mark.parametrize("name", ["self_attn", "mlp", "mlp.act_fn", "mlp.down_proj", "self_attn.k_proj", "input_layernorm"])
+def test_parts_that_somebody_replaced_are_used(name, pair):
+    fast, _ = pair()
+    layer, count = fast.model.layers[1], []
+    module = layer.get_submodule(name)
+    before = module.forward
+    module.forward = lambda *a, **k: (count.append(1), before(*a, **k))[1]
+    logits(fast, torch.tensor([[1, 5, 9, 33]]))
+    assert len(count) == 2
+    del module.forward
+
+    class Own(type(module)):
+        def __call__(self, *a, **k):
+            count.append(2)
+            return super().__call__(*a, **k)
+
+    module.__class__ = Own
+    logits(fast, torch.tensor([[1, 5, 9, 33]]))
+    assert count.count(2) == 2
 
 
 def test_a_global_hook_is_called(pair):
@@ -281,10 +310,14 @@ def test_prompts_are_left_to_transformers(run, pair):
 def test_masks_batches_and_other_caches_are_left_to_transformers(pair, monkeypatch):
     fast, _ = pair()
     core, count = native.core(), []
-    monkeypatch.setattr(core, "step_attention", lambda *a: count.append(1))
+    monkeypatch.setattr(core, "step_layer", lambda *a: count.append(1))
     ids = torch.tensor([[1, 5, 9, 33]])
     logits(fast, ids, room=False)
     logits(fast, ids.repeat(2, 1))
+    for other in (transformers.DynamicCache(), transformers.StaticCache(config=fast.config, max_cache_len=8)):
+        fast(input_ids=ids[:, :3], past_key_values=other)
+        fast(input_ids=ids[:, 3:], past_key_values=other)
+    fast(input_ids=ids[:, :1])
     cache = transformers.DynamicCache(config=fast.config)
     step.make_room(fast, cache)
     fast(input_ids=ids[:, :3], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1]]))
@@ -335,24 +368,24 @@ def test_new_weights_are_seen(pair):
 
 def test_classes_are_known_by_their_text():
     from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2RMSNorm
-    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-    assert [step._step_of(c) for c in (LlamaRMSNorm, LlamaMLP, LlamaAttention)] == [step._norm, step._mlp, step._attention]
-    assert step._step_of(Qwen3Attention) is step._attention_normed
+    assert [step._kind_of(c) for c in (LlamaRMSNorm, LlamaMLP, LlamaAttention)] == ["norm", "mlp", "attention"]
+    assert step._kind_of(Qwen3Attention) == "attention of normed heads" and step._kind_of(LlamaDecoderLayer) == "layer"
 
     class Own(LlamaRMSNorm):
         def forward(self, hidden_states):
             return super().forward(hidden_states) + 1
 
     for cls in (Gemma2Attention, Gemma2RMSNorm, nn.Linear, Own):
-        assert step._step_of(cls) is None
+        assert step._kind_of(cls) == ""
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_other_gates_are_left_alone(activation, pair):
     fast, _ = pair(hidden_act=activation)
-    assert not any("mlp" in name for name in steps(fast))
+    assert steps(fast) and not any(name.endswith(("layers.0", "mlp")) for name in steps(fast))
 
 
 def test_without_the_core_there_are_no_steps(pair, monkeypatch):

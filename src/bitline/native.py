@@ -36,7 +36,7 @@ SIGNATURES = {
     "bitline_gemm": "iplpppi", "bitline_bind": "is",
     "bitline_gemm_row": "iplpppppppi",
     "bitline_step_norm": "vppplld", "bitline_step_gate": "vpppl", "bitline_step_rows": "ipppll",
-    "bitline_step_attention": "ippppppllllld",
+    "bitline_step_attention": "ippppppllllld", "bitline_step_layer": "ipdddd",
     "bitline_gemm_pack_rows": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {

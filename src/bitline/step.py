@@ -1,9 +1,9 @@
 """One token on a CPU: native code for what lies between a decoder's linear layers.
 
 A step of one row is some twenty calls from Python to torch in each layer of transformers' models, which take longer than the
-linear layers of a small model. Here norms, gated MLPs, attention and a plain output layer become one or two native calls each
-(csrc/step.cpp), in bfloat16, and products of one input run in one parallel loop. The model keeps its modules and their code:
-an instance gets a forward of ours, which hands over to the class's own one whenever a call is not exactly such a step.
+linear layers of a small model. Here a decoder's layer is one native call (csrc/step.cpp), and so are the last norm and a plain
+output layer, in bfloat16. The model keeps its modules and their code: an instance gets a forward of ours, which hands over to the
+class's own one whenever a call is not exactly such a step.
 
 A class is known by the text of its forward, so that another version of transformers that computes something else is left
 alone. Whoever needs every torch operation of a model loads it with `load_model(..., native_step=False)`.
@@ -12,12 +12,12 @@ alone. Whoever needs every torch operation of a model loads it with `load_model(
 from __future__ import annotations
 
 import ast
+import ctypes
 import functools
 import hashlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -33,13 +33,14 @@ ROWS = 8  # of a norm's input; above that torch's own operators are as fast
 LARGE = 1 << 20  # numbers of a plain output layer that is worth a call of ours
 
 # SHA-256 of function bodies, as Python writes them from their syntax trees: without comments, docstrings and annotations.
-_NORM = "50b8139e32eaccc8"
-_MLP = "5b8abf7af12a4b42"
-_ATTENTION = frozenset(("edb09e4cdb72174c", "ea92a9846ca1ecb5", "992c57d97163d600"))  # Llama's, Mistral's, Qwen2's
-_ATTENTION_NORMED = "457e3a53f1f0cfb6"  # Qwen3's: queries and keys are normed
-_ROTATE, _HALF = "257620718ecff20c", "b92c1a98279c25d0"
-
-_IGNORED = frozenset(("position_ids", "use_cache"))  # arguments that attention of one row without a mask does not need
+_TEXTS = {
+    "50b8139e32eaccc8": "norm", "5b8abf7af12a4b42": "mlp", "b139d1b607c01194": "layer",
+    "edb09e4cdb72174c": "attention", "ea92a9846ca1ecb5": "attention", "992c57d97163d600": "attention",  # Llama, Mistral, Qwen2
+    "457e3a53f1f0cfb6": "attention of normed heads",  # Qwen3
+    "257620718ecff20c": "rotate", "b92c1a98279c25d0": "half",
+}  # fmt: skip
+_WEIGHTS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+_Layer = ctypes.c_int64 * 31  # csrc/step.h: Layer
 
 
 def install(model: Any) -> int:
@@ -49,46 +50,41 @@ def install(model: Any) -> int:
     found = 0
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in model.modules():
-        cls: Any = type(module)
-        step = _dense if module is head and cls is nn.Linear else _step_of(cls)
-        if step is None or "forward" in module.__dict__ or (step is _mlp and not _gated_by_silu(module)):
+        kind = _kind(module)
+        step = _dense if module is head and type(module) is nn.Linear else _norm if kind == "norm" else _layer
+        if "forward" in module.__dict__ or (step is _layer and (kind != "layer" or not _is_whole(module))):
             continue
         module.forward = MethodType(step, module)
         found += 1
     return found
 
 
-def _is_norm(module: nn.Module) -> bool:
-    cls: Any = type(module)  # for type checkers nn.Module is not hashable
-    return _step_of(cls) is _norm
-
-
-def _gated_by_silu(module: nn.Module) -> bool:
-    from transformers.activations import SiLUActivation
-
-    return type(getattr(module, "act_fn", None)) in (nn.SiLU, SiLUActivation)
+def _kind(module: Any) -> str:
+    """What a module of transformers computes, of the kinds that are known by their text; else nothing."""
+    cls: Any = type(module)
+    return _kind_of(cls)
 
 
 @functools.cache
-def _step_of(cls: Any) -> Callable[..., Any] | None:
-    """The step for modules of a class, where its forward is one that is known."""
-    forward = cls.forward
-    if cls.__module__.partition(".")[0] != "transformers" or hasattr(forward, "__wrapped__"):
-        return None
-    text = _text(forward)
-    if text == _NORM:
-        return _norm
-    if text == _MLP:
-        return _mlp
-    if text in _ATTENTION or text == _ATTENTION_NORMED:
-        names = sys.modules[forward.__module__].__dict__
-        if _text(names.get("apply_rotary_pos_emb")) == _ROTATE and _text(names.get("rotate_half")) == _HALF:
-            return _attention_normed if text == _ATTENTION_NORMED else _attention
-    return None
+def _kind_of(cls: Any) -> str:
+    if cls.__module__.partition(".")[0] != "transformers":
+        return ""
+    kind = _TEXTS.get(_text(cls.forward), "")
+    if kind.startswith("attention"):
+        names = sys.modules[cls.forward.__module__].__dict__
+        turn, half = (_TEXTS.get(_text(names.get(name))) for name in ("apply_rotary_pos_emb", "rotate_half"))
+        return kind if (turn, half) == ("rotate", "half") else ""
+    return kind
 
 
 def _text(function: Any) -> str:
     """The hash of a function's body; empty where it has no source, or where another function is around it."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is not None:  # transformers' own wrapper does something else in training alone
+        code = getattr(function, "__code__", None)
+        if code is None or code.co_name != "forward_with_checkpointing":
+            return ""
+        function = inner
     if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
         return ""
     try:
@@ -98,6 +94,26 @@ def _text(function: Any) -> str:
     assert isinstance(node, ast.FunctionDef)
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
     return hashlib.sha256("\n".join(map(ast.unparse, body)).encode()).hexdigest()[:16]
+
+
+def _is_whole(layer: Any) -> bool:
+    """Whether a decoder's layer consists of parts that are known too."""
+    parts = [layer._modules.get(name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")]
+    if any(part is None for part in parts):
+        return False
+    attention, mlp, *norms = parts
+    return _are_known(attention, mlp) and all(_kind(norm) == "norm" for norm in norms)
+
+
+def _are_known(attention: Any, mlp: Any) -> bool:
+    return _kind(attention).startswith("attention") and _kind(mlp) == "mlp" and type(mlp._modules.get("act_fn")) in _silu()
+
+
+@functools.cache
+def _silu() -> tuple[type, ...]:
+    from transformers.activations import SiLUActivation
+
+    return nn.SiLU, SiLUActivation
 
 
 def _plain(x: Tensor) -> bool:
@@ -113,44 +129,12 @@ def _plain(x: Tensor) -> bool:
     )
 
 
-def _untouched(module: nn.Module) -> bool:
-    """Whether calling a module is no more than its own forward."""
-    return not (module._forward_hooks or module._forward_pre_hooks or _module._global_forward_hooks
-                or _module._global_forward_pre_hooks)  # fmt: skip
-
-
 def _weight(module: nn.Module) -> Tensor | None:
     """A module's weight as a parameter that native code may read."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dtype is not torch.bfloat16 or not weight.is_cpu or not weight.is_contiguous():
         return None
     return weight
-
-
-def _sizes(layers: tuple[nn.Module, ...], x: Tensor) -> list[int] | None:
-    """The outputs of layers that run on the native kernel and are called by nobody else's code; else None."""
-    sizes = []
-    for layer in layers:
-        if type(layer) is not QuantLinear or "forward" in layer.__dict__ or not _untouched(layer):
-            return None
-        spec, direct = layer.choice.spec, layer._direct
-        if direct is None or direct[0] is not OP or layer._multiplier is not None:
-            return None
-        if spec.k != x.shape[-1] or spec.act_dtype is not torch.bfloat16:
-            return None
-        sizes.append(spec.n)
-    return sizes
-
-
-def _row(core: Any, layers: tuple[Any, ...], sizes: list[int], x: Tensor) -> Tensor | None:
-    """Outputs of two or three layers for one row, one after another; None where the core cannot."""
-    y = x.new_empty(sum(sizes))
-    pointers: list[int | None] = []
-    for layer in layers:
-        packed, bias, _ = layer._direct[1]
-        pointers += (packed.data_ptr(), None if bias is None else bias.data_ptr())
-    pointers += [None] * (6 - len(pointers))
-    return None if core.gemm_row(x.data_ptr(), x.shape[-1], *pointers, y.data_ptr(), 2) else y
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -163,89 +147,8 @@ def _norm(self: Any, hidden_states: Tensor) -> Tensor:
             y = torch.empty_like(hidden_states)
             core.step_norm(hidden_states.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, n, self.variance_epsilon)
             return y
-    return type(self).forward(self, hidden_states)
-
-
-def _mlp(self: Any, x: Tensor) -> Tensor:
-    """down(silu(gate(x)) * up(x)), for one row."""
-    core = native.core()
-    if core is not None and _plain(x) and x.numel() == x.shape[-1]:
-        modules = self._modules
-        layers = modules["gate_proj"], modules["up_proj"]
-        sizes = _sizes(layers, x)
-        if sizes is not None and sizes[0] == sizes[1] and _untouched(modules["act_fn"]):
-            both = _row(core, layers, sizes, x)
-            if both is not None:
-                n, at = sizes[0], both.data_ptr()
-                y = x.new_empty(*x.shape[:-1], n)
-                core.step_gate(at, at + 2 * n, y.data_ptr(), n)
-                return modules["down_proj"](y)
-    return type(self).forward(self, x)
-
-
-def _attention(
-    self: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, past_key_values: Any = None,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    """Attention of one row over a cache of `make_room`."""
-    if attention_mask is None and past_key_values is not None and position_embeddings is not None and kwargs.keys() <= _IGNORED:
-        out = _attend(self, hidden_states, position_embeddings, past_key_values, ())
-        if out is not None:
-            return self._modules["o_proj"](out), None
-    return type(self).forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs)
-
-
-def _attention_normed(
-    self: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, past_key_values: Any = None,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    """The same with norms of each head's queries and keys."""
-    norms = self._modules["q_norm"], self._modules["k_norm"]
-    known = all(_is_norm(norm) and _untouched(norm) and _weight(norm) is not None for norm in norms)
-    if (
-        known and attention_mask is None and past_key_values is not None and position_embeddings is not None
-        and kwargs.keys() <= _IGNORED
-    ):  # fmt: skip
-        out = _attend(self, hidden_states, position_embeddings, past_key_values, norms)
-        if out is not None:
-            return self._modules["o_proj"](out), None
-    return type(self).forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs)
-
-
-def _attend(self: Any, x: Tensor, position_embeddings: Any, cache: Any, norms: tuple[Any, ...]) -> Tensor | None:
-    """Every head's weighted values [1, 1, N] of one row, whose key and value are in the cache then; None: nothing was done."""
-    core = native.core()
-    if core is None or not _plain(x) or x.numel() != x.shape[-1] or x.dim() != 3 or self.training:
-        return None
-    room = cache.layers[self.layer_idx]
-    if type(room) is not _room():
-        return None
-    modules, dim = self._modules, self.head_dim
-    layers = modules["q_proj"], modules["k_proj"], modules["v_proj"]
-    sizes = _sizes(layers, x)
-    cos, sin = position_embeddings
-    if sizes is None or sizes[1] != sizes[2] or any(size % dim for size in sizes) or sizes[0] % sizes[1]:
-        return None
-    if not _plain(cos) or not _plain(sin) or cos.numel() != dim or sin.numel() != dim or dim % 16 or dim > 256:
-        return None
-    heads, repeat = sizes[1] // dim, sizes[0] // sizes[1]
-    if repeat > 32 or not room.reserve(heads, dim, x.dtype, 1):
-        return None
-    qkv = _row(core, layers, sizes, x)
-    if qkv is None:
-        return None
-    at = qkv.data_ptr()
-    for norm, start, rows in zip(norms, (at, at + 2 * sizes[0]), (heads * repeat, heads), strict=False):
-        if norm.weight.numel() != dim:
-            return None
-        core.step_norm(start, norm.weight.data_ptr(), start, rows, dim, norm.variance_epsilon)
-    y = x.new_empty(1, 1, sizes[0])
-    failed = core.step_attention(at, cos.data_ptr(), sin.data_ptr(), room.held[0].data_ptr(), room.held[1].data_ptr(),
-                                 y.data_ptr(), heads, repeat, dim, room.held[0].shape[2], room.length, self.scaling)  # fmt: skip
-    if failed:
-        return None
-    room.length += 1
-    return y
+    found: Tensor = type(self).forward(self, hidden_states)
+    return found
 
 
 def _dense(self: Any, input: Tensor) -> Tensor:
@@ -262,12 +165,101 @@ def _dense(self: Any, input: Tensor) -> Tensor:
     return nn.Linear.forward(self, input)
 
 
+def _layer(
+    self: Any, hidden_states: Tensor, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
+    use_cache: Any = False, position_embeddings: Any = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """One row through a decoder's layer, its key and value into a cache of `make_room`."""
+    if attention_mask is None and past_key_values is not None and position_embeddings is not None and not kwargs:
+        y = _one_row(self, hidden_states, position_embeddings, past_key_values)
+        if y is not None:
+            return y
+    found: Tensor = type(self).forward(
+        self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+        use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
+    )  # fmt: skip
+    return found
+
+
+def _one_row(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> Tensor | None:
+    """The layer's output, or None where transformers has to compute it and nothing was done."""
+    core, (cos, sin) = native.core(), position_embeddings
+    if core is None or not _plain(x) or x.numel() != x.shape[-1] or x.dim() != 3 or self.training:
+        return None
+    if not _plain(cos) or not _plain(sin):
+        return None
+    if _module._global_forward_hooks or _module._global_forward_pre_hooks:
+        return None
+    modules = self._modules
+    attention, mlp = modules["self_attn"], modules["mlp"]
+    if not _are_known(attention, mlp):
+        return None
+    rooms, at = getattr(cache, "layers", ()), attention.layer_idx
+    if at is None or at >= len(rooms) or type(rooms[at]) is not _room():
+        return None
+    room = rooms[at]
+    if _is_changed(attention) or _is_changed(mlp) or _is_changed(mlp._modules["act_fn"]):
+        return None
+    packed: list[int] = []
+    sizes: list[int] = []
+    for owner, names in _WEIGHTS:
+        inside = modules[owner]._modules
+        for name in names:
+            layer = inside[name]
+            if type(layer) is not QuantLinear or _is_changed(layer):
+                return None
+            spec, direct = layer.choice.spec, layer._direct
+            if direct is None or direct[0] is not OP or layer._multiplier is not None or spec.act_dtype is not torch.bfloat16:
+                return None
+            weight, bias, n = direct[1]
+            packed += (weight.data_ptr(), 0 if bias is None else bias.data_ptr())
+            sizes.append(n)
+    dim, hidden = attention.head_dim, x.shape[-1]
+    heads, repeat, of_heads = sizes[1] // dim, sizes[0] // sizes[1], 0.0
+    norms = [modules["input_layernorm"], modules["post_attention_layernorm"]]
+    widths = [hidden, hidden]
+    if _kind(attention) == "attention of normed heads":
+        norms += attention._modules["q_norm"], attention._modules["k_norm"]
+        widths += dim, dim
+        of_heads = norms[2].variance_epsilon
+        if norms[3].variance_epsilon != of_heads:
+            return None
+    scales = [0] * 4
+    for i, norm in enumerate(norms):
+        found = _weight(norm)
+        if found is None or found.numel() != widths[i] or _kind(norm) != "norm" or _is_changed(norm, _norm):
+            return None
+        scales[i] = found.data_ptr()
+    if cos.numel() != dim or sin.numel() != dim or dim % 16 or dim > 256 or not 1 <= repeat <= 32:
+        return None
+    if not room.reserve(heads, dim, x.dtype, 1):
+        return None
+    keys, values = room.held
+    y = torch.empty_like(x)
+    layer = _Layer(
+        x.data_ptr(), y.data_ptr(), *scales, cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr(), *packed,
+        hidden, heads, repeat, dim, keys.shape[2], room.length, sizes[4],
+    )  # fmt: skip
+    first, second = norms[0].variance_epsilon, norms[1].variance_epsilon
+    if core.step_layer(ctypes.addressof(layer), attention.scaling, first, second, of_heads):
+        return None
+    room.length += 1
+    return y
+
+
+def _is_changed(module: Any, ours: Any = None) -> bool:
+    """Whether somebody wants to see what a module is given or gives, or has put another forward into it."""
+    own = module.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return True
+    return "forward" in own and (ours is None or getattr(own["forward"], "__func__", None) is not ours)
+
+
 def make_room(model: Any, cache: Any) -> None:
     """Let the full-attention layers of a new DynamicCache, for a model with native steps, be such that a step can add to them."""
     from transformers.cache_utils import DynamicLayer
 
-    steps = any(getattr(m.__dict__.get("forward"), "__func__", None) in (_attention, _attention_normed) for m in model.modules())
-    if steps:
+    if any(getattr(module.__dict__.get("forward"), "__func__", None) is _layer for module in model.modules()):
         cache.layers = [_room()() if type(layer) is DynamicLayer else layer for layer in cache.layers]
 
 
