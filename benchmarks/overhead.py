@@ -1,6 +1,9 @@
-"""What a call of QuantLinear costs over its kernel, and what a kernel costs over torch's own operator.
+"""What a call of QuantLinear costs the host over its kernel, beside torch's own operator, and the first call of a process.
 
-python benchmarks/overhead.py --out benchmarks/results/NAME.json
+    python benchmarks/overhead.py --out benchmarks/results/NAME.json
+    python benchmarks/overhead.py --device cuda --shapes 1024x1024 --rows 1,16,17,64,300 --out benchmarks/results/NAME.json
+
+On a GPU only the time until the call returns is taken: what is launched is waited for between the rounds.
 """
 
 from __future__ import annotations
@@ -8,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +22,12 @@ import torch
 from _machine import machine
 
 import bitline
+from bitline.linear import OP
 
 
-def interleaved(calls: dict[str, Callable[[], Any]], rounds: int = 200, repeat: int = 50) -> dict[str, float]:
+def interleaved(
+    calls: dict[str, Callable[[], Any]], wait: Callable[[], Any], rounds: int = 200, repeat: int = 50
+) -> dict[str, float]:
     """Microseconds per call: the median over rounds in which every call takes its turn."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -28,30 +36,85 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int = 200, repeat: 
             for _ in range(repeat):
                 call()
             times[name].append((time.perf_counter() - started) / repeat * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+            wait()
+    return {name: round(statistics.median(values), 2) for name, values in times.items()}
 
 
-def measure(n: int, k: int) -> dict[str, Any]:
-    layer = bitline.QuantLinear(bitline.quantize(torch.randn(n, k), "W4A16", group_size=32), act_dtype=torch.bfloat16)
-    x = torch.randn(1, k, dtype=torch.bfloat16)
-    token = x.view(1, 1, k)
+def measure(n: int, k: int, rows: list[int], device: str) -> list[dict[str, Any]]:
+    w = torch.randn(n, k).to(device, torch.bfloat16)
+    layer = bitline.QuantLinear(bitline.quantize(w, "W4A16", group_size=32 if device == "cpu" else 128))
     apply, packed, spec = layer.choice.kernel.apply, layer._packed, layer.spec
-    with torch.inference_mode():
-        times = interleaved({
-            "kernel": lambda: apply(x, packed, None, spec), "layer 2-D": lambda: layer(x), "layer 3-D": lambda: layer(token),
-        })  # fmt: skip
-    over = {name: round(times[name] - times["kernel"], 2) for name in ("layer 2-D", "layer 3-D")}
-    return {"n": n, "k": k, "kernel": layer.choice.best.name, "microseconds": times, "over_the_kernel": over}
+    found = []
+    for m in rows:
+        x = torch.randn(m, k).to(device, torch.bfloat16)
+        batch = x.view(1, m, k)
+        with torch.inference_mode():
+            times = interleaved({
+                "kernel": lambda x=x: apply(x, packed, None, spec), "operator": lambda x=x: OP(x, packed, *layer._call),
+                "layer 2-D": lambda x=x: layer(x), "layer 3-D": lambda x=batch: layer(x),
+                "F.linear": lambda x=x: torch.nn.functional.linear(x, w),
+            }, torch.cuda.synchronize if device != "cpu" else lambda: None)  # fmt: skip
+        over = {name: round(times[name] - times["kernel"], 2) for name in ("layer 2-D", "layer 3-D")}
+        row = {"n": n, "k": k, "m": m, "kernel": layer.choice.best.name, "microseconds": times, "over_the_kernel": over}
+        found.append(row)
+        print(row, flush=True)
+    return found
+
+
+FIRST = """
+import json, sys, time
+import torch
+device, n, k, group = sys.argv[1], *map(int, sys.argv[2:5])
+w = torch.randn(n, k).to(device, torch.bfloat16)
+torch.nn.functional.linear(w, w)
+wait = torch.cuda.synchronize if device != "cpu" else (lambda: None)
+seconds = {}
+def timed(name, call):
+    wait()
+    started = time.perf_counter()
+    made = call()
+    wait()
+    seconds[name] = round(1e3 * (time.perf_counter() - started), 2)
+    return made
+bitline = timed("import bitline", lambda: __import__("bitline"))
+weight = timed("quantize", lambda: bitline.quantize(w, "W4A16", group_size=group))
+layer = timed("first layer", lambda: bitline.QuantLinear(weight))
+timed("second layer", lambda: bitline.QuantLinear(weight))
+for m in (1, 16, 64, 300):
+    x = torch.randn(m, k).to(device, torch.bfloat16)
+    timed(f"first call, M={m}", lambda: layer(x))
+    timed(f"second call, M={m}", lambda: layer(x))
+print(json.dumps(seconds))
+"""
+
+
+def first_call(device: str, n: int, k: int) -> list[dict[str, float]]:
+    """Milliseconds of each step in fresh processes, the first of which may have compiled what the others find in a cache."""
+    group = "32" if device == "cpu" else "128"
+    found = []
+    for _ in range(3):
+        command = [sys.executable, "-c", FIRST, device, str(n), str(k), group]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found.append(json.loads(out.splitlines()[-1]))
+        print(found[-1], flush=True)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shapes", default="64x64,576x576")
+    parser.add_argument("--rows", default="1")
+    parser.add_argument("--first", default="", help="N x K of the layer whose first call in a process is timed")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    report: dict[str, Any] = {"machine": machine(), "rows": [measure(n, k) for n, k in ((64, 64), (576, 576))]}
-    for row in report["rows"]:
-        print(row)
+    rows = [int(m) for m in options.rows.split(",")]
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    report: dict[str, Any] = {"machine": machine(options.device)}
+    report["rows"] = [row for n, k in shapes for row in measure(n, k, rows, options.device)]
+    if options.first:
+        report["first_call_ms"] = first_call(options.device, *map(int, options.first.split("x")))
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 

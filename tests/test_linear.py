@@ -321,3 +321,48 @@ def test_a_kernels_names_do_not_meet_the_layers_own():
         assert torch.equal(made(x), x @ w.dequantize(torch.bfloat16).T + 1)
     finally:
         registry.unregister_kernel("Named")
+
+
+def test_the_operator_is_seen_by_whoever_looks():
+    """A plain call skips torch's dispatcher; whatever would notice that gets the operator."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    layer = QuantLinear(quantize(torch.randn(8, 32), "W4A16", group_size=32), kernel="ReferenceLinearKernel")
+    x = torch.randn(2, 3, 32)
+    want = layer(x)
+    seen = []
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    for mode in (Dispatch, Function):
+        seen.clear()
+        with mode():
+            assert torch.equal(layer(x), want)
+        assert sum("bitline.linear" in name for name in seen) == 1
+    seen.clear()
+    assert torch.equal(layer(x.as_subclass(Own)).as_subclass(torch.Tensor), want)
+    assert sum("bitline.linear" in name for name in seen) == 1
+    with torch.profiler.profile() as profile:
+        layer(x)
+    assert "bitline::linear" in {e.key for e in profile.key_averages()}
+    assert "bitline.linear" in make_fx(layer)(x).code
+    assert "bitline::linear" in str(torch.jit.trace(layer, x, check_trace=False).graph)
+    assert layer(x.to("meta")).shape == want.shape
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for bitline::linear"):
+        torch.vmap(layer)(x[None].expand(2, 2, 3, 32)).sum().item()

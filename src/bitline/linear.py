@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import _C, Tensor, nn
 
 from bitline.errors import InputError, OutOfMemoryError
 from bitline.kernels.base import Packed
@@ -53,6 +53,23 @@ def _linear_fake(x: Tensor, packed: list[Tensor], bias: Tensor | None, kernel: s
 _LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("bitline::linear", _linear_fake, lib=_LIBRARY)
 OP = torch.ops.bitline.linear.default
+
+
+def _watched(x: Tensor) -> bool:
+    """Whether somebody may want to see the operator: a compiler, tracer, transform, mode or profiler, another kind of tensor.
+
+    Where nobody does, its function is called itself: torch's dispatcher and its conversion of the arguments cost 3 us and more.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.is_meta
+        or _C._len_torch_dispatch_stack() > 0
+        or _C._is_torch_function_mode_enabled()
+        or _C._get_tracing_state() is not None
+        or _C._functorch.maybe_current_level() is not None
+        or _C._autograd._profiler_enabled()
+    )
 
 
 class QuantLinear(nn.Module):
@@ -155,10 +172,11 @@ class QuantLinear(nn.Module):
         if self._direct is not None:
             op, arguments = self._direct
             return op(x, *arguments)
+        op = OP if _watched(x) else _linear
         if x.dim() == 2:
-            return OP(x, self._packed, *self._call)
+            return op(x, self._packed, *self._call)
         rows = math.prod(x.shape[:-1])
-        return OP(x.reshape(rows, spec.k), self._packed, *self._call).view(*x.shape[:-1], spec.n)
+        return op(x.reshape(rows, spec.k), self._packed, *self._call).view(*x.shape[:-1], spec.n)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         here = self._packed[0].device.type

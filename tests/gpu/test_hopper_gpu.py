@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bitline import Platform, QuantLinear, types
+from bitline import InputError, Platform, QuantLinear, types
 from bitline.kernels.hopper import launch, tiles
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.hopper.scheme import scheme_of
@@ -94,6 +94,51 @@ def test_cut_tiles_on_two_streams_and_in_two_graphs():
                 graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
+
+
+@pytest.mark.parametrize("spec", [BASE, BASE.replace(n=4096, k=4096), BASE.replace(n=67, k=129, bias=True)], ids=lambda s: s.key)
+@pytest.mark.parametrize("m", [1, 16, 64, 300])
+def test_a_captured_call_follows_its_input(m, spec):
+    weight = random_weight(spec, 1, "cuda")
+    layer = QuantLinear(weight, kernel="GluonHopperLinearKernel")
+    x = inputs(m, spec, 0, "cuda")
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+        z = layer(x)
+    for seed in range(1, 4):
+        x.copy_(inputs(m, spec, seed, "cuda"))
+        y.fill_(float("nan"))
+        graph.replay()
+        check(y, x, weight)
+        assert torch.equal(y, z) and torch.equal(y, layer(x))
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 300])
+def test_calls_with_new_tensors_use_them(m):
+    """Maps and addresses are remembered between calls, and memory that is freed is used again."""
+    spec = BASE.replace(n=512, k=1024)
+    for seed in range(8):
+        weight = random_weight(spec, seed, "cuda")
+        layer = QuantLinear(weight, kernel="GluonHopperLinearKernel")
+        kept = []
+        for more in range(3):
+            x = inputs(m, spec, 10 * seed + more, "cuda")
+            kept.append((layer(x), x))
+            torch.ops.bitline.linear(x, layer._packed, None, "GluonHopperLinearKernel", spec.key)
+        for y, x in kept:
+            check(y, x, weight)
+
+
+def test_an_input_elsewhere_is_refused():
+    weight = random_weight(BASE, 1, "cuda")
+    layer = QuantLinear(weight, kernel="GluonHopperLinearKernel")
+    for m in (1, 40):
+        with pytest.raises(InputError, match="another device"):
+            layer(inputs(m, BASE, 1))
+        x = inputs(m, BASE, 1, "cuda")
+        check(layer(x), x, weight)
 
 
 def test_torch_compile_keeps_the_choice_by_rows():

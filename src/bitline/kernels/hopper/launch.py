@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bitline.errors import InputError
 from bitline.kernels.hopper import layout, ptx
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
 from bitline.kernels.hopper.tiles import Decode, Wide, decode_tile, shares, wide_tile
@@ -79,7 +80,7 @@ def code_of(scheme: Scheme, bias: bool, mt: int = 0) -> Code:
 
 @functools.cache
 def _triton() -> Any:
-    """The device code and what launching takes: the only imports of Triton."""
+    """The device code and what launching takes."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -97,16 +98,34 @@ def _triton() -> Any:
     )  # fmt: skip
 
 
+@functools.cache
+def prepare() -> None:
+    """Do what Triton does once in a process: its import, and hashing itself and the device code, 0.4 s in all.
+
+    A layer that is packed for this kernel calls it, or the layer's first call would.
+    """
+    from triton.compiler.compiler import make_backend
+    from triton.runtime import driver
+    from triton.runtime.cache import triton_key
+
+    kernels = _triton()
+    triton_key()  # a hash of its library, 400 MB
+    make_backend(driver.active.get_current_target()).hash()  # asks ptxas for its version
+    for kernel in (kernels.decode, kernels.wide):
+        kernel.cache_key  # noqa: B018  # of the functions that it calls
+
+
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 class _Typed:
-    """A tensor's address under another dtype, as Triton's compiler takes it."""
+    """An address under a dtype, as Triton's compiler takes it."""
 
     __slots__ = ("address", "dtype")
 
-    def __init__(self, tensor: Tensor, dtype: str) -> None:
-        self.address, self.dtype = tensor.data_ptr(), dtype
+    def __init__(self, tensor: Tensor | int, dtype: str) -> None:
+        self.address, self.dtype = tensor if isinstance(tensor, int) else tensor.data_ptr(), dtype
 
     def data_ptr(self) -> int:
         """The address."""
@@ -114,13 +133,13 @@ class _Typed:
 
 
 class _Binary(NamedTuple):
-    """A compiled kernel: Triton's C launcher, the arguments that it takes before the kernel's own, and of each tensor map the
-    swizzle, element size, type and box."""
+    """A compiled kernel: Triton's C launcher, the arguments that it takes between the stream and the kernel's own, of each tensor
+    map the swizzle, element size, type and box, and the maps of the weights that were seen, which all numbers of rows share."""
 
     launch: Any
     head: tuple[Any, ...]
-    middle: tuple[Any, ...]
     maps: tuple[tuple[Any, ...], ...]
+    weights: dict[tuple[int, ...], tuple[Any, ...]]
 
 
 _binaries: dict[tuple[Any, ...], _Binary] = {}
@@ -137,13 +156,8 @@ def _compile(
     launch = run.launch
     if launch.__class__.__name__ == "function":  # the wrapper that makes tensor maps from descriptors at every call
         launch = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
-    head = (binary.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-    return _Binary(
-        launch,
-        head,
-        (binary.packed_metadata, None, None, None),
-        tuple(map(_form, getattr(binary.metadata, "tensordesc_meta", None) or ())),
-    )
+    head = (binary.function, run.launch_cooperative_grid, run.launch_pdl, None, None, binary.packed_metadata, None, None, None)
+    return _Binary(launch, head, tuple(map(_form, getattr(binary.metadata, "tensordesc_meta", None) or ())), {})
 
 
 class _DecodePlan:
@@ -162,6 +176,7 @@ class _DecodePlan:
         self.options = {"num_warps": tile.warps, "launch_pdl": True, **({"maxnreg": tile.registers} if tile.registers else {})}
         self.programs = -(-tiles // tile.r)
         self.numbers = (units, tiles, scheme.groups, steps)
+        self.tail = (*self.numbers, *self.constants)
         self.binary: _Binary | None = None
 
     def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
@@ -169,10 +184,9 @@ class _DecodePlan:
         m, k = x.shape
         n = self.spec.n
         y = x.new_empty((m, n))
-        index = x.device.index
         binary = self.binary
         if binary is None:
-            key = (self.constants, self.options.get("maxnreg"), index)
+            key = (self.constants, self.options.get("maxnreg"), x.get_device())
             binary = _binaries.get(key)
             if binary is None:
                 typed = (
@@ -183,9 +197,11 @@ class _DecodePlan:
                 self.binary = binary
                 return y
             self.binary = binary
+        # Addresses: of a tensor the launcher would ask the driver what kind of memory it is, each time.
         binary.launch(
-            self.programs, 1, 1, _raw_stream(index), *binary.head, *binary.middle,
-            x, words, scale, zero, x if bias is None else bias, alpha, y, m, n, k, *self.numbers, *self.constants,
+            self.programs, 1, 1, _raw_stream(x.get_device()), *binary.head,
+            x.data_ptr(), words.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            alpha.data_ptr(), y.data_ptr(), m, n, k, *self.tail,
         )  # fmt: skip
         return y
 
@@ -205,40 +221,55 @@ class _WidePlan:
         self.scratch = p * nt * 64 * (t.bm + t.bm2) if rest else 0
         self.constants = (code_of(scheme, bias), Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.sb, t.bm2))
         self.options = {"num_warps": 4, "launch_pdl": t.pdl}
+        self.key = (spec.n, spec.k)
         self.boxes = (nt * 4, 128 * scheme.width // 4, (16 if scheme.wide else 8) * scheme.fine, 8 * scheme.fine)
-        self.columns = -(-spec.n // 8) * 8
+        self.shape = (m, -(-spec.n // 8) * 8)
+        self.tail = (*self.numbers, *self.constants)
+        self.inputs: dict[int, tuple[Any, ...]] = {}
+        self.outputs: dict[int, tuple[Any, ...]] = {}
         self.binary: _Binary | None = None
 
     def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         words, scale, zero, alpha, _ = packed
-        m, k = x.shape
-        n = self.columns
-        y = x.new_empty((m, n))
-        index = x.device.index
-        parts, flags = words, words
-        if self.scratch:
-            parts = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
-            flags = flags_of(x.device)
+        y = x.new_empty(self.shape)
+        stream = _raw_stream(x.get_device())
+        parts, flags = _workspace(x, self.scratch, stream) if self.scratch else (0, 0)
         binary = self.binary
         if binary is None:
-            key = (self.constants, index)
+            key = (self.constants, x.get_device())
             binary = _binaries.get(key)
             if binary is None:
                 self._compile(key, x, packed, bias, y, parts, flags)
-                return y if n == self.spec.n else y[:, : self.spec.n].contiguous()
+                return y if self.shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
             self.binary = binary
-        maps, two = binary.maps, self.tile.bm2 > 0
-        weights = _weight_maps(words, scale, zero, self.scheme, maps[1 + two :])
+        # A call finds the maps of a layer, an input and an output that it has seen by their addresses, which say all there is
+        # to say beside the plan; they are made of those alone, and hold no memory.
+        start, end, at = x.data_ptr(), y.data_ptr(), (words.data_ptr(), scale.data_ptr(), zero.data_ptr(), *self.key)
+        inputs, weights, outputs = self.inputs.get(start), binary.weights.get(at), self.outputs.get(end)
+        two = self.tile.bm2 > 0
+        if inputs is None:
+            inputs = _remember(self.inputs, start, _maps(start, x.shape, binary.maps[: 1 + two], two))
+        if weights is None:
+            weights = _remember(binary.weights, at, self._weight_maps(words, scale, zero, binary.maps[1 + two :]))
+        if outputs is None:
+            outputs = _remember(self.outputs, end, _maps(end, y.shape, binary.maps[-1 - two :], two))
         binary.launch(
-            self.programs, 1, 1, _raw_stream(index), *binary.head, *binary.middle,
-            *_map(x.data_ptr(), m, k, *maps[0]), *(_map(x.data_ptr(), m, k, *maps[1]) if two else (words,)), *weights,
-            *_map(y.data_ptr(), m, n, *maps[-1 - two]), *(_map(y.data_ptr(), m, n, *maps[-1]) if two else (words,)),
-            parts, flags, x if bias is None else bias, alpha, *self.numbers, *self.constants,
+            self.programs, 1, 1, stream, *binary.head, *inputs, *weights, *outputs,
+            parts, flags, 0 if bias is None else bias.data_ptr(), alpha.data_ptr(), *self.tail,
         )  # fmt: skip
-        return y if n == self.spec.n else y[:, : self.spec.n].contiguous()
+        return y if self.shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
+
+    def _weight_maps(self, words: Tensor, scale: Tensor, zero: Tensor, forms: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """The launcher's arguments for words, scales and zero points."""
+        s, tiles = self.scheme, words.shape[0]
+        found = (
+            *_map(words.data_ptr(), tiles, words.shape[1] * words.shape[2] * 128, forms[0]),
+            *_map(scale.data_ptr(), tiles, scale.shape[1] * (16 if s.wide else 8), forms[1]),
+        )
+        return (*found, *(_map(zero.data_ptr(), tiles, zero.shape[1] * 8, forms[2]) if s.zero else (0,)))
 
     def _compile(
-        self, key: Any, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, parts: Tensor, flags: Tensor
+        self, key: Any, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, parts: Any, flags: Any
     ) -> None:
         g, s, (rows, words, entries, zeros) = _triton(), self.scheme, self.boxes
         bm, bm2 = self.tile.bm, self.tile.bm2
@@ -258,91 +289,92 @@ class _WidePlan:
         _binaries[key] = _compile(g.wide, self.programs, typed, self.constants, self.options)
 
 
-# Tensor maps (128-byte descriptors of the copy engine) by address and shape; they hold no memory, only say where it is.
-@functools.lru_cache(maxsize=16384)
-def _map(address: int, rows: int, columns: int, *form: Any) -> tuple[Any, ...]:
+def _map(address: int, rows: int, columns: int, form: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A tensor map (a 128-byte descriptor of the copy engine) and what the launcher takes with it."""
     swizzle, size, dtype, *block = form
     made = _triton().fill(address, swizzle, size, dtype, block, (rows, columns), (columns, 1), 0)
     return (made, rows, columns, columns, 1)
+
+
+def _maps(address: int, shape: Sequence[int], forms: Sequence[tuple[Any, ...]], two: bool) -> tuple[Any, ...]:
+    """The launcher's arguments for x or y: one map, or two where a tile is two products."""
+    rows, columns = shape
+    return (*_map(address, rows, columns, forms[0]), *(_map(address, rows, columns, forms[1]) if two else (0,)))
+
+
+def _remember(known: dict[Any, tuple[Any, ...]], key: Any, value: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(known) >= 4096:
+        known.clear()
+    known[key] = value
+    return value
 
 
 def _form(meta: dict[str, Any]) -> tuple[Any, ...]:
     return (meta["swizzle"], meta["elem_size"], _triton().dtypes[meta["elem_type"]], *meta["block_size"])
 
 
-def _weight_maps(words: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme, metas: Any) -> tuple[Any, ...]:
-    """The launcher's arguments for words, scales and zero points."""
-    tiles = words.shape[0]
-    width = words.shape[1] * words.shape[2] * 128
-    entries = scale.shape[1] * (16 if scheme.wide else 8)
-    found = (
-        *_map(words.data_ptr(), tiles, width, *metas[0]),
-        *_map(scale.data_ptr(), tiles, entries, *metas[1]),
-    )
-    if scheme.zero:
-        return (*found, *_map(zero.data_ptr(), tiles, zero.shape[1] * 8, *metas[2]))
-    return (*found, words)
+_SLOT, _SLOTS = 1024, 8192  # int32 flags of one launch; captured launches that share the pool
+_spaces: dict[tuple[int, int], tuple[int, int, int, tuple[Tensor, Tensor]]] = {}
+_pools: dict[int, tuple[Tensor, Iterator[int]]] = {}
 
 
-_SLOT, _SLOTS, _STREAMS = 1024, 8192, 256  # int32 flags of one launch; launches, and how many are for streams
-_flags: dict[torch.device, Tensor] = {}
-_streams: dict[tuple[torch.device, int], int] = {}
-_captured: dict[torch.device, Iterator[int]] = {}
+def _workspace(x: Tensor, size: int, stream: int) -> tuple[Any, Any]:
+    """`size` float32 for parts of cut tiles, and zeroed flags, as addresses or tensors, that no other launch uses meanwhile.
 
-
-def flags_of(device: torch.device) -> Tensor:
-    """Zeroed flags that no other launch uses at the same time; every launch leaves them zero.
-
-    A stream has its own, since its launches follow each other; so has every captured launch, since graphs may run side by
-    side. Where there are none left, or nothing is prepared at a capture, fresh ones are cleared in the graph itself.
+    Every launch leaves its flags zero. A stream has its own, since its launches follow each other; so has every captured
+    launch, since graphs may run side by side: flags from a pool, made before the capture, or where there are none left or
+    nothing was made, fresh ones, which are cleared in the graph itself.
     """
-    capturing = torch.cuda.is_current_stream_capturing()
-    pool = _flags.get(device)
-    if pool is None:
-        if capturing:
-            return torch.zeros(_SLOT, dtype=torch.int32, device=device)
-        pool = _flags[device] = torch.zeros(_SLOTS, _SLOT, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # before another stream uses it
-    if capturing:  # from the end, while streams count from the start
-        at = _SLOTS - 1 - next(_captured.setdefault(device, itertools.count()))
-    else:
-        at = _streams.setdefault((device, _raw_stream(device.index)), len(_streams))
-    if not (at >= _STREAMS if capturing else at < _STREAMS):
-        return torch.zeros(_SLOT, dtype=torch.int32, device=device)
-    return pool[at]
+    index = x.get_device()
+    if not _capturing():
+        space = _spaces.get((index, stream))
+        if space is None or space[0] < size:
+            parts, flags = x.new_empty(size, dtype=torch.float32), x.new_zeros(_SLOT, dtype=torch.int32)
+            space = _spaces[index, stream] = (size, parts.data_ptr(), flags.data_ptr(), (parts, flags))
+        if index not in _pools:
+            _pools[index] = (x.new_zeros(_SLOTS, _SLOT, dtype=torch.int32), itertools.count())
+            torch.cuda.current_stream(index).synchronize()  # before another stream uses it
+        return space[1], space[2]
+    parts = x.new_empty(size, dtype=torch.float32)
+    pool = _pools.get(index)
+    at = next(pool[1]) if pool else _SLOTS
+    return parts, pool[0][at] if pool and at < _SLOTS else x.new_zeros(_SLOT, dtype=torch.int32)
 
 
-_plans: dict[tuple[Any, ...], Any] = {}
+_plans: dict[tuple[int, int, bool, int], Any] = {}
 
 
 @functools.cache
-def _sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _sms(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def _plan(spec: LinearSpec, m: int, bias: bool, device: torch.device) -> _DecodePlan | _WidePlan:
-    rows = m if m > DECODE_ROWS else 4 if m <= 4 else 8 if m <= 8 else 16
-    key = (id(spec), rows, bias, device)
-    plan = _plans.get(key)
-    if plan is None:
-        scheme = scheme_of(spec)
-        assert isinstance(scheme, Scheme)
-        if len(_plans) > 1 << 16:
-            _plans.clear()
-        plan = _DecodePlan(spec, scheme, m, bias) if m <= DECODE_ROWS else _WidePlan(spec, scheme, m, bias, _sms(device))
-        _plans[key] = plan
-    return plan
+def _plan(spec: LinearSpec, m: int, bias: bool, index: int) -> _DecodePlan | _WidePlan:
+    scheme = scheme_of(spec)
+    assert isinstance(scheme, Scheme)
+    if len(_plans) > 1 << 16:
+        _plans.clear()
+    return _DecodePlan(spec, scheme, m, bias) if m <= DECODE_ROWS else _WidePlan(spec, scheme, m, bias, _sms(index))
 
 
 def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-    """y [M, N]; x [M, K] contiguous."""
+    """y [M, N]; x [M, K] contiguous. InputError where x is not on the GPU of the weight."""
+    index = x.get_device()
+    if index < 0 or packed[0].get_device() != index:  # the launcher takes any address
+        raise InputError("the input of a layer is on another device", found=x.device, expected=packed[0].device)
     perm, k = packed[4], spec.k
     if perm.numel():
         x = x.index_select(1, perm)
-    if k % 64 and (x.shape[0] <= DECODE_ROWS or k % 8):
+    m = x.shape[0]
+    if k % 64 and (m <= DECODE_ROWS or k % 8):
         x = torch.nn.functional.pad(x, (0, -k % 64))
     elif x.data_ptr() % 16:
         x = x.clone()
     if bias is not None and bias.data_ptr() % 16:
         bias = bias.clone()
-    return _plan(spec, x.shape[0], bias is not None, x.device)(x, packed, bias)
+    key = (id(spec), m if m > DECODE_ROWS else 4 if m <= 4 else 8 if m <= 8 else 16, bias is not None, index)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _plan(spec, m, bias is not None, index)
+    result: Tensor = plan(x, packed, bias)
+    return result

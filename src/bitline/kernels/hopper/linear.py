@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.hopper import layout
-from bitline.kernels.hopper.launch import run
+from bitline.kernels.hopper.launch import prepare, run
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
@@ -56,6 +56,8 @@ class GluonHopperLinearKernel(Kernel):
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """words (`layout`); scale and zero [tiles, groups, 8, 2]; alpha [1]; perm int32 [K]. Absent ones are empty."""
         spec, scheme = weight.spec, _scheme(weight.spec)
+        if weight.device.type == "cuda":
+            prepare()
         words = layout.pack_words(weight.codes, scheme.width, spec.k, scheme.flip)
         if scheme.format.startswith("e4m3") and scheme.half:
             words = layout.byte_pairs(words)
