@@ -5,7 +5,7 @@ BIN := .venv/bin
 PROMPT ?= What is the capital of France, and what is it known for?
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test lint sanitize clean
+.PHONY: run test lint sanitize sanitize-gpu clean
 
 run: .venv/run
 	$(BIN)/bitline run smollm2 --chat --prompt "$(PROMPT)"
@@ -23,6 +23,10 @@ sanitize: .venv/test
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S csrc -B build/sanitized -DBITLINE_SANITIZE=ON
 	$(BIN)/ninja -C build/sanitized
 	BITLINE_SANITIZED=$(CURDIR)/build/sanitized/libbitline_native.so $(BIN)/python -m pytest -n 0 tests/test_native_sanitizers.py
+
+# The Hopper kernels under compute-sanitizer's four tools; needs an H100 or H200 and CUDA's tools.
+sanitize-gpu: .venv/test
+	$(BIN)/python tests/gpu/sanitize.py
 
 # Every package is pinned, so that every set-up is the same one.
 .venv/run: requirements.txt pyproject.toml $(wildcard csrc/*) $(wildcard csrc/*/*)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import torch
@@ -175,8 +174,7 @@ class QuantLinear(nn.Module):
         op = OP if _watched(x) else _linear
         if x.dim() == 2:
             return op(x, self._packed, *self._call)
-        rows = math.prod(x.shape[:-1])
-        return op(x.reshape(rows, spec.k), self._packed, *self._call).view(*x.shape[:-1], spec.n)
+        return op(x.reshape(-1, spec.k), self._packed, *self._call).view(*x.shape[:-1], spec.n)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         here = self._packed[0].device.type
