@@ -8,7 +8,7 @@ namespace bitline {
 constexpr int kRows = 32;   // output rows of a block: two vectors of 16
 constexpr int kTile = 12;   // input rows of a register tile
 constexpr int kGroups = 16; // groups whose float32 sums are added one after another; such sums are then added: less rounding
-constexpr int64_t kMagic = 0x31304d4d45474c42;  // the layout's version
+constexpr int64_t kMagic = 0x32304d4d45474c42;  // the layout's version
 
 // How a stream of scales or offsets is stored. U8, I8 and E4M3 are multiplied by a coarser float32 stream; kZero is a
 // zero point minus the type's center, int8, which stands for the offset -scale * zero.
@@ -39,13 +39,27 @@ struct Meta {
   int32_t input_zero;
   float limit;     // what an absolute value counts as at most for a dynamic scale; infinity for no limit
   int32_t rounded; // 1 where table16 rounds some value
-  int64_t reserved[7];
+  int64_t invariant;  // 1: a row's result must not depend on how many rows come with it
+  int64_t reserved[6];
 };
 static_assert(sizeof(Meta) == 256);
 
 // Columns in one step of the codes.
 constexpr int step_of(int64_t width) {
   return width == 2 ? 16 : width == 3 ? 32 : width == 4 ? 8 : width == 5 ? 32 : width == 6 ? 16 : 4;
+}
+// Where bit `bit` of a step's code of column `column` lies: a word of its row, and a bit of that. Even columns have the words' low
+// halves and odd ones the high halves. A half holds as many whole codes as it can; the bits that are left over make the last ones.
+struct Place {
+  int word, bit;
+};
+constexpr Place place(int width, int column, int bit) {
+  const int pair = column / 2, half = column % 2 * 16, each = 16 / width;
+  if (16 % width == 0) return {pair / each, half + pair % each * width + bit};
+  const int words = step_of(width) * width / 32;
+  if (pair < words * each) return {pair / each, half + pair % each * width + bit};
+  if (width == 6) return bit < 4 ? Place{pair - 6, half + 12 + bit} : Place{2, half + 2 * pair + bit - 4};
+  return {bit, half + 15};  // 3 and 5 bits
 }
 inline int64_t block_bytes(const Meta& w) { return w.kp * w.width * kRows / 8; }
 inline int64_t blocks_of(const Meta& w) { return (w.n + kRows - 1) / kRows; }

@@ -18,27 +18,6 @@ const GemmPackTable& table() {
   return pick(tables);
 }
 
-// Planes of a step: columns [first, first + 32 / bits) as `bits` bits of each, from bit `from` on, those of even columns in the
-// low half of a word and those of odd ones in the high half.
-struct Plane {
-  int first, bits, from;
-};
-struct Planes {
-  int count;
-  Plane of[kMostWords];
-};
-
-Planes planes(int64_t width) {
-  switch (width) {
-    case 2: return {1, {{0, 2, 0}}};
-    case 3: return {3, {{0, 2, 0}, {16, 2, 0}, {0, 1, 2}}};
-    case 4: return {1, {{0, 4, 0}}};
-    case 5: return {5, {{0, 4, 0}, {8, 4, 0}, {16, 4, 0}, {24, 4, 0}, {0, 1, 4}}};
-    case 6: return {3, {{0, 4, 0}, {8, 4, 0}, {0, 2, 4}}};
-    default: return {1, {{0, 8, 0}}};
-  }
-}
-
 // Add bits to a word's pieces, to one that moves by as much where there is one.
 void add(StepPlan& plan, int& count, int begin, int from, int left, uint32_t mask) {
   for (int i = begin; i < count; ++i) {
@@ -51,29 +30,28 @@ void add(StepPlan& plan, int& count, int begin, int from, int left, uint32_t mas
   plan.pieces[count++] = {from, left, mask};
 }
 
-StepPlan plan_of(int64_t width, int flip) {
+StepPlan plan_of(int width, int flip) {
   StepPlan plan;
   memset(&plan, 0, sizeof plan);
-  const Planes all = planes(width);
-  plan.words = all.count;
+  const int columns = int(step_of(width));
+  plan.words = columns * width / 32;
   int count = 0;
-  for (int w = 0; w < all.count; ++w) {
+  for (int w = 0; w < plan.words; ++w) {
     plan.first[w] = count;
-    const Plane& p = all.of[w];
     for (int direction = 0; direction < 2; ++direction) {  // to the left and in place, then to the right
       if (direction == 1) plan.right[w] = count;
       const int begin = count;
-      for (int c = 0; c < 32 / p.bits; ++c) {
-        for (int b = 0; b < p.bits; ++b) {
-          const int source = (p.first + c) * int(width) + p.from + b, target = c % 2 * 16 + c / 2 * p.bits + b;
-          const int left = target - source % 32;
-          if ((left < 0) == (direction == 1)) add(plan, count, begin, source / 32, left, 1u << target);
+      for (int c = 0; c < columns; ++c) {
+        for (int b = 0; b < width; ++b) {
+          const Place to = place(width, c, b);
+          const int source = c * width + b, left = to.bit - source % 32;
+          if (to.word == w && (left < 0) == (direction == 1)) add(plan, count, begin, source / 32, left, 1u << to.bit);
         }
       }
     }
   }
-  plan.first[all.count] = count;
-  for (int64_t c = 0; c < 32 * all.count / width; ++c)
+  plan.first[plan.words] = count;
+  for (int c = 0; c < columns; ++c)
     for (int b = 0; b < width; ++b)
       if (flip >> b & 1) plan.flip[(c * width + b) / 32] |= 1u << ((c * width + b) % 32);
   return plan;
@@ -118,7 +96,7 @@ BITLINE_EXPORT int bitline_gemm_pack_rows(const uint8_t* src, int64_t stride, in
   const Meta& w = *static_cast<const Meta*>(packed);
   const Source source{src, stride, w.n, w.k, width, columns};
   const bool made = columns != nullptr || width != w.width;
-  const StepPlan plan = plan_of(w.width, made ? 0 : flip);
+  const StepPlan plan = plan_of(int(w.width), made ? 0 : flip);
   const int64_t words = plan.words, total = w.kp / step_of(w.width), part_bytes = kPackSteps * words * 4;
   const int64_t row_size = total * words * 4 + part_bytes, own = row_bytes(w.k, int(w.width));
   const auto steps = table().steps;

@@ -41,6 +41,9 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "EmulationMxfp6LinearKernel": [("cpu", CI, _EMULATION)],
     "EmulationMxfp8LinearKernel": [("cpu", CI, _EMULATION)],
     "CPUWNA16LinearKernel": [("cpu", CI, "tests/kernels/test_native_cpu.py::test_conformance")],
+    "CPUBatchInvariantLinearKernel": [
+        ("cpu", CI, "tests/kernels/test_native_cpu.py::test_a_row_is_the_same_in_any_batch_and_on_any_threads")
+    ],
     "TorchInt4PackLinearKernel": [("cpu", CI, _TORCH_CPU)],
     "TorchInt8PackLinearKernel": [("cpu", CI, _TORCH_CPU)],
     "TorchInt8ScaledMMLinearKernel": [("cpu", CI, _TORCH_CPU), ("cuda", H200, _GPU + "test_int8_conformance")],

@@ -12,11 +12,12 @@ from bitline.types import LinearSpec
 
 pytestmark = pytest.mark.skipif(native.core() is None, reason=f"no native core: {native.why_not()}")
 
-# Columns of a step, and its planes: (first column, bits of each, from which bit on).
+# Columns of a step, and for each pair of columns where its codes' bits lie in a word's halves: (word, first bit there, how many).
 STEPS = {
-    2: (16, [(0, 2, 0)]), 3: (32, [(0, 2, 0), (16, 2, 0), (0, 1, 2)]), 4: (8, [(0, 4, 0)]),
-    5: (32, [(0, 4, 0), (8, 4, 0), (16, 4, 0), (24, 4, 0), (0, 1, 4)]), 6: (16, [(0, 4, 0), (8, 4, 0), (0, 2, 4)]),
-    8: (4, [(0, 8, 0)]),
+    2: (16, [[(0, 2 * i, 2)] for i in range(8)]), 4: (8, [[(0, 4 * i, 4)] for i in range(4)]), 8: (4, [[(0, 0, 8)], [(0, 8, 8)]]),
+    3: (32, [[(i // 5, 3 * (i % 5), 3)] for i in range(15)] + [[(0, 15, 1), (1, 15, 1), (2, 15, 1)]]),
+    5: (32, [[(i // 3, 5 * (i % 3), 5)] for i in range(15)] + [[(i, 15, 1) for i in range(5)]]),
+    6: (16, [[(i // 2, 6 * (i % 2), 6)] for i in range(6)] + [[(0, 12, 4), (2, 12, 2)], [(1, 12, 4), (2, 14, 2)]]),
 }  # fmt: skip
 
 
@@ -30,16 +31,18 @@ def level(request):
 
 def slow_codes(codes, plan):
     """Codes [rows, kp], one a byte, as int64 words [block][step * words][32]."""
-    step, planes = STEPS[plan.width]
-    out = torch.zeros(plan.rows // 32, plan.kp // step * len(planes), 32, dtype=torch.int64)
+    step, pairs = STEPS[plan.width]
+    words = step * plan.width // 32
+    out = torch.zeros(plan.kp // step * words, plan.rows, dtype=torch.int64)
     for s in range(plan.kp // step):
         u = codes[:, s * step : (s + 1) * step].long()
-        for w, (first, width, start) in enumerate(planes):
-            word = torch.zeros(plan.rows, dtype=torch.int64)
-            for c in range(32 // width):
-                word |= ((u[:, first + c] >> start) & ((1 << width) - 1)) << (c % 2 * 16 + c // 2 * width)
-            out[:, s * len(planes) + w] = word.view(-1, 32)
-    return out
+        for pair, places in enumerate(pairs):
+            for half in range(2):
+                left = u[:, 2 * pair + half].clone()
+                for word, bit, count in places:
+                    out[s * words + word] |= (left & ((1 << count) - 1)) << (16 * half + bit)
+                    left >>= count
+    return out.view(-1, plan.rows // 32, 32).transpose(0, 1)
 
 
 def spec_of(n, k, scalar, group, **more):

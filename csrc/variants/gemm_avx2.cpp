@@ -12,23 +12,20 @@ constexpr int kMostTile = 3;  // rows of x at once: 4 vectors of sums each
 INLINE __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 INLINE __m256i right(__m256i v, int by) { return _mm256_srli_epi32(v, by); }
 
-// Columns one step holds; index(k) of eight rows: the code of column k, as the layout in gemm_avx512_decode.h has it.
-// `lane` is the first of the rows' 32-bit lanes; vectors of a block are 32 lanes apart.
+// The codes of column k of a step for eight rows, as place() has them. `lane` is the first of the rows' 32-bit lanes; vectors of a
+// block are 32 lanes apart.
 template <int BITS> INLINE __m256i index(const uint8_t* p, int lane, int k) {
   const auto vector = [&](int i) { return load(p + 4 * (kRows * i + lane)); };
-  const auto plane = [&](__m256i v, int bits, int column) {  // a plane holds (k, k + 1) in a lane's halves
-    return _mm256_and_si256(right(v, bits * (column / 2) + 16 * (column % 2)), _mm256_set1_epi32((1 << bits) - 1));
-  };
-  if constexpr (BITS == 2) return plane(vector(0), 2, k);
-  if constexpr (BITS == 4) return plane(vector(0), 4, k);
-  if constexpr (BITS == 3)
-    return _mm256_or_si256(plane(vector(k / 16), 2, k % 16), _mm256_slli_epi32(plane(vector(2), 1, k), 2));
-  if constexpr (BITS == 5)
-    return _mm256_or_si256(plane(vector(k / 8), 4, k % 8), _mm256_slli_epi32(plane(vector(4), 1, k), 4));
-  if constexpr (BITS == 6)
-    return _mm256_or_si256(plane(vector(k / 8), 4, k % 8), _mm256_slli_epi32(plane(vector(2), 2, k), 4));
-  constexpr int byte[4] = {0, 2, 1, 3};  // columns of a lane's bytes are 0, 2, 1, 3
-  return _mm256_and_si256(right(vector(0), 8 * byte[k & 3]), _mm256_set1_epi32(255));
+  __m256i code = _mm256_setzero_si256();
+  UNROLL for (int bit = 0; bit < BITS;) {  // runs of neighbouring bits
+    const Place at = place(BITS, k, bit);
+    int run = 1;
+    while (bit + run < BITS && place(BITS, k, bit + run).word == at.word && place(BITS, k, bit + run).bit == at.bit + run) ++run;
+    const __m256i v = vector(at.word), moved = at.bit > bit ? right(v, at.bit - bit) : _mm256_slli_epi32(v, bit - at.bit);
+    code = _mm256_or_si256(code, _mm256_and_si256(moved, _mm256_set1_epi32(((1 << run) - 1) << bit)));
+    bit += run;
+  }
+  return code;
 }
 
 // Numbers from codes: arithmetic for integers, permutations for tables of 16, gathers for larger ones.
@@ -94,9 +91,9 @@ void finish(const Call& c, int64_t row, int64_t block, const float* sums) {
 }
 
 // All of K for MR rows of a tile of `stride` rows.
-template <int BITS, bool INTEGER, int MR>
+template <int BITS, bool INTEGER, int MR, int CHAINS>
 void rows_of_block(const Call& c, int64_t block, int64_t row, int64_t stride, const uint32_t* words, const float* sums) {
-  constexpr int step = step_of(BITS), CHAINS = MR == 1 ? 4 : MR == 2 ? 2 : 1;
+  constexpr int step = step_of(BITS);
   const Meta& w = *c.w;
   const Values<BITS, INTEGER> values(c);
   const float* x = reinterpret_cast<const float*>(words);
@@ -157,9 +154,13 @@ template <int BITS, bool INTEGER> void run(const Call& c, int64_t first, int64_t
         const uint32_t* x = c.xp + start * c.words + r;
         const float* sums = c.sums + start * c.w->groups + r;
         switch (rows - r) {
-          case 1: rows_of_block<BITS, INTEGER, 1>(c, block, start + r, rows, x, sums); break;
-          case 2: rows_of_block<BITS, INTEGER, 2>(c, block, start + r, rows, x, sums); break;
-          default: rows_of_block<BITS, INTEGER, 3>(c, block, start + r, rows, x, sums);
+#define BITLINE_ROWS(MR, CHAINS) \
+          c.w->invariant ? rows_of_block<BITS, INTEGER, MR, 1>(c, block, start + r, rows, x, sums) \
+                         : rows_of_block<BITS, INTEGER, MR, CHAINS>(c, block, start + r, rows, x, sums)
+          case 1: BITLINE_ROWS(1, 4); break;
+          case 2: BITLINE_ROWS(2, 2); break;
+          default: BITLINE_ROWS(3, 1);
+#undef BITLINE_ROWS
         }
       }
     }

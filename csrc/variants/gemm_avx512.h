@@ -19,12 +19,6 @@ struct Ahead {
   int64_t advance;
 };
 
-// Where a stream has the numbers of a group.
-INLINE const uint8_t* stream_at(const Meta& w, const uint8_t* base, bool offset, int64_t block, int64_t g) {
-  const int64_t type = offset ? w.offset_type : w.scale_type, size = type == kF32 ? 4 : type <= kF16 ? 2 : 1;
-  return base + (offset ? w.offsets : w.scales) + (block * w.groups + g) * kRows * size;
-}
-
 constexpr int kPanelWords = kPanelBytes / 4 / kRows;
 
 INLINE void store16(const Call& c, int64_t row, int64_t col, __m512 v) {
@@ -58,16 +52,18 @@ INLINE void finish(const Call& c, int64_t row, int64_t block, __m512 a, __m512 b
   store16(c, row, block * kRows + 16, b);
 }
 
-// One block, all of K, a tile of MR rows of x. CHAINS independent sums hide the latency of the multiply-adds.
-template <class Mo, int BITS, int MR, bool OFFSET> void narrow_tile(const Call& c, int64_t block, int64_t row, Ahead ahead) {
-  constexpr int CHAINS = MR == 1 ? 4 : MR == 2 ? 2 : 1;
+// One block, all of K, a tile of MR rows of x. CHAINS independent sums of each row hide the latency of the multiply-adds.
+template <class Mo, int BITS, int MR, int CHAINS> void narrow_tile(const Call& c, int64_t block, int64_t row, Ahead ahead) {
   using C = Codes<BITS>;
   constexpr int step = C::step, words = step / Mo::per_word;
   const Meta& w = *c.w;
   const uint8_t* p = c.base + w.codes + block * block_bytes(w);
+  const uint8_t* page = p;
+  Scales scales(w, c.base, block, 0);
   const uint32_t* x = c.xp + row * c.words;
   const float* sums = c.sums + row * w.groups;
   const int32_t* starts = c.starts + row * w.groups;
+  const bool offset = w.offset_type != kNone;
   const typename Mo::template Tab<BITS> table(c.base, w);
   __m512 total[MR][2], all[MR][2];
   UNROLL for (int m = 0; m < MR; m++) total[m][0] = total[m][1] = all[m][0] = all[m][1] = _mm512_setzero_ps();
@@ -79,9 +75,9 @@ template <class Mo, int BITS, int MR, bool OFFSET> void narrow_tile(const Call& 
     typename Mo::Acc acc[MR][2][CHAINS];
     UNROLL for (int m = 0; m < MR; m++) UNROLL for (int i = 0; i < CHAINS; i++)
       acc[m][0][i] = acc[m][1][i] = i == 0 ? Mo::start(starts, g * MR + m) : typename Mo::Acc{};
-    for (int64_t i = 0; i < group_bytes; i += kPage) prefetch(p + i + kFar[0]), prefetch(p + i + kFar[1]);
-    prefetch(stream_at(w, c.base, false, block, g) + kStreamNear);
-    if (OFFSET) prefetch(stream_at(w, c.base, true, block, g) + kStreamNear);
+    for (; page < p + group_bytes; page += kPage) prefetch(page + kFar[0]), prefetch(page + kFar[1]);
+    prefetch(scales.s + kStreamNear);
+    if (offset) prefetch(scales.o + kStreamNear);
     for (int64_t s = 0; s < steps; s++) {
       C c0, c1;
       c0.read(p), c1.read(p + 64);
@@ -97,13 +93,14 @@ template <class Mo, int BITS, int MR, bool OFFSET> void narrow_tile(const Call& 
       x += words * MR;
       p += 128 * C::vectors;
     }
-    const Affine a0 = affine<OFFSET>(w, c.base, block, g, 0), a1 = affine<OFFSET>(w, c.base, block, g, 1);
+    const Affine a0 = scales.half(0), a1 = scales.half(1);
+    scales.next();
     UNROLL for (int m = 0; m < MR; m++) {
       typename Mo::Acc s0 = acc[m][0][0], s1 = acc[m][1][0];
       UNROLL for (int i = 1; i < CHAINS; i++) s0 = Mo::add(s0, acc[m][0][i]), s1 = Mo::add(s1, acc[m][1][i]);
       total[m][0] = _mm512_fmadd_ps(a0.s, Mo::sum(s0), total[m][0]);
       total[m][1] = _mm512_fmadd_ps(a1.s, Mo::sum(s1), total[m][1]);
-      if (OFFSET) {
+      if (offset) {
         const __m512 sum = _mm512_set1_ps(sums[g * MR + m]);
         total[m][0] = _mm512_fmadd_ps(a0.o, sum, total[m][0]);
         total[m][1] = _mm512_fmadd_ps(a1.o, sum, total[m][1]);
@@ -114,9 +111,12 @@ template <class Mo, int BITS, int MR, bool OFFSET> void narrow_tile(const Call& 
     finish(c, row + m, block, _mm512_add_ps(all[m][0], total[m][0]), _mm512_add_ps(all[m][1], total[m][1]));
 }
 
+// Sums of each row at once in a tile of few rows: a dozen vectors of sums in all keep the multiplier busy.
+constexpr int chains_of(int rows) { return rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
+
 // One block, all tiles. While they read it again out of the cache, each brings its share of the next block; so does not the first
 // tile of the first block, which has to bring its own.
-template <class Mo, int BITS, bool OFFSET> void narrow(const Call& c, int64_t block, bool begins) {
+template <class Mo, int BITS> void narrow(const Call& c, int64_t block, bool begins) {
   const int64_t tiles = c.last_tile - c.first_tile, bytes = block_bytes(*c.w);
   const uint8_t* p = c.base + c.w->codes + block * bytes;
   for (int64_t t = 0; t < tiles; t++) {
@@ -128,7 +128,10 @@ template <class Mo, int BITS, bool OFFSET> void narrow(const Call& c, int64_t bl
       ahead.at = p + bytes + part * (bytes / parts);
     }
     switch (tile_start(c, c.first_tile + t + 1) - row) {
-#define BITLINE_TILE(MR) case MR: narrow_tile<Mo, BITS, MR, OFFSET>(c, block, row, ahead); break;
+#define BITLINE_TILE(MR) case MR: \
+      if (chains_of(MR) == 1 || c.w->invariant) narrow_tile<Mo, BITS, MR, 1>(c, block, row, ahead); \
+      else narrow_tile<Mo, BITS, MR, chains_of(MR)>(c, block, row, ahead); \
+      break;
       BITLINE_TILE(1) BITLINE_TILE(2) BITLINE_TILE(3) BITLINE_TILE(4) BITLINE_TILE(5) BITLINE_TILE(6)
       BITLINE_TILE(7) BITLINE_TILE(8) BITLINE_TILE(9) BITLINE_TILE(10) BITLINE_TILE(11) BITLINE_TILE(12)
 #undef BITLINE_TILE
@@ -257,14 +260,14 @@ INLINE bool scale_panel(const Call& c, int64_t run) {
   return c.mode == kBF16Mode && c.dtype == kXB16 && run < 512 && 5 * c.m > 8 * run;
 }
 
-template <class Mo, int BITS, bool OFFSET> void wide(const Call& c, int64_t block, uint32_t* panel, float* out) {
+template <class Mo, int BITS> void wide(const Call& c, int64_t block, uint32_t* panel, float* out) {
   constexpr int step = Codes<BITS>::step;
   const Meta& w = *c.w;
   alignas(64) static const float ones[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   alignas(64) float s[kPanelWords][32], o[kPanelWords][32];
   const int64_t run_words = w.run / Mo::per_word, tiles = c.last_tile - c.first_tile;
   const int64_t first_row = tile_start(c, c.first_tile), last_row = tile_start(c, c.last_tile);
-  const bool scaled = scale_panel(c, w.run);
+  const bool scaled = scale_panel(c, w.run), offset = w.offset_type != kNone;
   for (int64_t i = first_row * 32; i < last_row * 32; i += 16) _mm512_store_ps(out + i, _mm512_setzero_ps());
   const uint8_t* p = c.base + w.codes + block * block_bytes(w);
   for (int64_t at = 0; at < c.words;) {
@@ -280,19 +283,20 @@ template <class Mo, int BITS, bool OFFSET> void wide(const Call& c, int64_t bloc
       part.runs = 1;
       part.words = run_words - within < kPanelWords ? run_words - within : kPanelWords;
     }
-    for (int64_t r = 0; r < part.runs; r++)
+    Scales scales(w, c.base, block, part.group);
+    for (int64_t r = 0; r < part.runs; r++, scales.next())
       for (int h = 0; h < 2; h++) {
-        const Affine a = affine<OFFSET>(w, c.base, block, part.group + r, h);
+        const Affine a = scales.half(h);
         _mm512_store_ps(s[r] + 16 * h, a.s), _mm512_store_ps(o[r] + 16 * h, a.o);
       }
     const int64_t words = part.runs * part.words;
     const int64_t bytes = words * Mo::per_word / step * 128 * Codes<BITS>::vectors, share = (bytes / tiles + 63) / 64 * 64;
-    part.s = s[0], part.o = OFFSET && part.first ? o[0] : nullptr;
+    part.s = s[0], part.o = offset && part.first ? o[0] : nullptr;
     if constexpr (Mo::per_word == 2) {
       if (scaled) {
         const int64_t steps = part.words * 2 / step;
         for (int64_t r = 0; r < part.runs; r++)
-          decode_scaled<BITS>(c, p + r * steps * 128 * Codes<BITS>::vectors, steps, s[r], OFFSET ? o[r] : nullptr, panel + r * part.words * 32);
+          decode_scaled<BITS>(c, p + r * steps * 128 * Codes<BITS>::vectors, steps, s[r], offset ? o[r] : nullptr, panel + r * part.words * 32);
       }
     }
     const bool fused = !scaled && BITS == 8 && Mo::per_word == 2;
@@ -320,14 +324,7 @@ template <class Mo, int BITS, bool OFFSET> void wide(const Call& c, int64_t bloc
 }
 
 template <class Mo, int BITS> void run(const Call& c, int64_t first, int64_t last, uint32_t* panel, float* out) {
-  for (int64_t b = first; b < last; b++) {
-    const bool offset = c.w->offset_type != kNone;
-    if (c.wide) {
-      offset ? wide<Mo, BITS, true>(c, b, panel, out) : wide<Mo, BITS, false>(c, b, panel, out);
-    } else {
-      offset ? narrow<Mo, BITS, true>(c, b, b == first) : narrow<Mo, BITS, false>(c, b, b == first);
-    }
-  }
+  for (int64_t b = first; b < last; b++) c.wide ? wide<Mo, BITS>(c, b, panel, out) : narrow<Mo, BITS>(c, b, b == first);
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ template <int BITS> struct Table {
   }
 };
 
-// The vectors of 16 rows and one step, and pair(j): bfloat16 values of columns 2j and 2j+1, row r in 32-bit lane r.
+// The vectors of 16 rows and one step, as place() has codes in them, and pair(j): bfloat16 values of columns 2j and 2j+1, row r in 32-bit lane r.
 template <int BITS> struct Codes;
 
 template <> struct Codes<2> {
@@ -47,10 +47,12 @@ template <> struct Codes<2> {
 };
 template <> struct Codes<3> {
   static constexpr int vectors = 3, step = 32;
-  __m512i v[2], high;
-  INLINE void read(const uint8_t* p) { v[0] = load(p), v[1] = load(p + 128), high = load(p + 256); }
+  __m512i v[3];
+  INLINE void read(const uint8_t* p) { UNROLL for (int i = 0; i < 3; i++) v[i] = load(p + 128 * i); }
   INLINE __m512i pair(const Table<3>& t, int j) const {
-    return _mm512_permutexvar_epi16(select_bits(_mm512_set1_epi16(3), shr(v[j / 8], 2 * (j % 8)), shr(high, j - 2)), t.t[0]);
+    if (j < 15) return _mm512_permutexvar_epi16(shr(v[j / 5], 3 * (j % 5)), t.t[0]);
+    const __m512i low = select_bits(_mm512_set1_epi16(1), shr(v[0], 15), shr(v[1], 14));
+    return _mm512_permutexvar_epi16(select_bits(_mm512_set1_epi16(3), low, shr(v[2], 13)), t.t[0]);
   }
 };
 template <> struct Codes<4> {
@@ -61,22 +63,23 @@ template <> struct Codes<4> {
 };
 template <> struct Codes<5> {
   static constexpr int vectors = 5, step = 32;
-  __m512i v[4], high;
-  INLINE void read(const uint8_t* p) {
-    UNROLL for (int i = 0; i < 4; i++) v[i] = load(p + 128 * i);
-    high = load(p + 512);
-  }
+  __m512i v[5];
+  INLINE void read(const uint8_t* p) { UNROLL for (int i = 0; i < 5; i++) v[i] = load(p + 128 * i); }
   INLINE __m512i pair(const Table<5>& t, int j) const {
-    return _mm512_permutexvar_epi16(select_bits(_mm512_set1_epi16(15), shr(v[j / 4], 4 * (j % 4)), shr(high, j - 4)), t.t[0]);
+    if (j < 15) return _mm512_permutexvar_epi16(shr(v[j / 3], 5 * (j % 3)), t.t[0]);
+    __m512i low = shr(v[0], 15);
+    UNROLL for (int i = 1; i < 5; i++) low = select_bits(_mm512_set1_epi16(short((1 << i) - 1)), low, shr(v[i], 15 - i));
+    return _mm512_permutexvar_epi16(low, t.t[0]);
   }
 };
 template <> struct Codes<6> {
   static constexpr int vectors = 3, step = 16;
-  __m512i v[2], high;
-  INLINE void read(const uint8_t* p) { v[0] = load(p), v[1] = load(p + 128), high = load(p + 256); }
+  __m512i v[3];
+  INLINE void read(const uint8_t* p) { UNROLL for (int i = 0; i < 3; i++) v[i] = load(p + 128 * i); }
   INLINE __m512i pair(const Table<6>& t, int j) const {
-    __m512i i = select_bits(_mm512_set1_epi16(15), shr(v[j / 4], 4 * (j % 4)), shr(high, 2 * j - 4));
-    return _mm512_permutex2var_epi16(t.t[0], i, t.t[1]);
+    const __m512i index = j < 6 ? shr(v[j / 2], 6 * (j % 2))
+                                : select_bits(_mm512_set1_epi16(15), shr(v[j - 6], 12), shr(v[2], 2 * j - 4));
+    return _mm512_permutex2var_epi16(t.t[0], index, t.t[1]);
   }
 };
 template <> struct Codes<8> {
@@ -189,17 +192,34 @@ INLINE __m512 stream(const uint8_t* p, int64_t type, int64_t i, const float* coa
 struct Affine {
   __m512 s, o;
 };
-template <bool OFFSET> INLINE Affine affine(const Meta& w, const uint8_t* base, int64_t block, int64_t g, int half) {
-  int64_t i = (block * w.groups + g) * kRows + 16 * half;
-  int64_t cells = (w.groups + w.coarse_ratio - 1) / w.coarse_ratio;
-  int64_t c = (block * cells + g / w.coarse_ratio) * kRows + 16 * half;
-  Affine a;
-  a.s = stream(base + w.scales, w.scale_type, i, reinterpret_cast<const float*>(base + w.coarse_scales) + c);
-  if (!OFFSET) return a.o = _mm512_setzero_ps(), a;
-  a.o = stream(base + w.offsets, w.offset_type, i, reinterpret_cast<const float*>(base + w.coarse_offsets) + c);
-  if (w.offset_type == kZero) a.o = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(a.s, a.o));
-  return a;
-}
+
+// The scales and offsets of a block's groups, one group after another from group g on.
+struct Scales {
+  const uint8_t *s, *o;
+  const float *coarse_s, *coarse_o;
+  int64_t type, offset_type, bytes, offset_bytes, ratio, left;  // left: groups that share the coarse ones, from this one on
+  static INLINE int64_t size(int64_t type) { return type == kNone ? 0 : type == kF32 ? 4 : type <= kF16 ? 2 : 1; }
+  INLINE Scales(const Meta& w, const uint8_t* base, int64_t block, int64_t g)
+      : type(w.scale_type), offset_type(w.offset_type), bytes(size(type) * kRows), offset_bytes(size(offset_type) * kRows),
+        ratio(w.coarse_scales ? w.coarse_ratio : INT64_MAX), left(ratio - g % ratio) {
+    const int64_t cell = w.coarse_scales ? (block * ((w.groups + ratio - 1) / ratio) + g / ratio) * kRows : 0;
+    s = base + w.scales + (block * w.groups + g) * bytes, o = base + w.offsets + (block * w.groups + g) * offset_bytes;
+    coarse_s = reinterpret_cast<const float*>(base + w.coarse_scales) + cell;
+    coarse_o = reinterpret_cast<const float*>(base + w.coarse_offsets) + cell;
+  }
+  INLINE Affine half(int i) const {
+    Affine a;
+    a.s = stream(s, type, 16 * i, coarse_s + 16 * i), a.o = _mm512_setzero_ps();
+    if (offset_type == kNone) return a;
+    a.o = stream(o, offset_type, 16 * i, coarse_o + 16 * i);
+    if (offset_type == kZero) a.o = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(a.s, a.o));
+    return a;
+  }
+  INLINE void next() {
+    s += bytes, o += offset_bytes;
+    if (--left == 0) coarse_s += kRows, coarse_o += kRows, left = ratio;
+  }
+};
 
 }  // namespace
 }  // namespace bitline::BITLINE_LEVEL

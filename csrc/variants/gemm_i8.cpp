@@ -21,7 +21,7 @@ bool has(Mode) { return true; }
 // its units (M=64: 2,507 us; panels 2,327), nor for groups of 16, and of 32 with offsets, whose sums are scaled every 8 or 16 words
 // (NVFP4, M=64: 2,792; 2,453).
 bool wide(const Call& c) {
-  if (c.mode != kBF16Mode || c.dtype != kXB16) return false;
+  if (c.mode != kBF16Mode || c.dtype != kXB16 || c.w->invariant) return false;  // panels may be scaled before they are added up
   if (c.w->run <= 16) return c.m > 4 * kTile;
   return c.m > (c.w->width == 8 ? 3 : c.w->run <= 32 && c.w->offset_type != kNone ? 8 : INT64_MAX / kTile) * kTile;
 }

@@ -80,49 +80,36 @@ float to_e4m3(float v) {
   return __builtin_fabsf(v) < 0x1p-6f ? tiny : normal;
 }
 
-// Replace values by the numbers that their codes stand for before scaling; gives the scale. A row with a NaN gets NaN.
-float quantize(const Call& c, float* v) {
-  const Meta& w = *c.w;
-  float low, high, scale = c.tensor_scale;
-  int zero = c.tensor_zero;
-  const bool finite = extent(v, w.k, &low, &high);
-  if (w.reach == kToken) quantizer(w, low, high, &scale, &zero);
-  if (!finite || scale != scale) {
-    memset(v, 0, size_t(w.k) * 4);
-    return __builtin_nanf("");
-  }
-  if (w.act == kFP8) {
-    for (int64_t i = 0; i < w.k; ++i) {
+// Replace values by the numbers that their codes stand for before scaling. scale: NaN where the row has a NaN or an infinity.
+void quantize(const Meta& w, float scale, int zero, float* v, int64_t n) {
+  if (scale != scale) {
+    memset(v, 0, size_t(n) * 4);
+  } else if (w.act == kFP8) {
+    for (int64_t i = 0; i < n; ++i) {
       const float q = v[i] / scale;
       v[i] = to_e4m3(q < -448 ? -448 : q > 448 ? 448 : q);
     }
   } else {
     const float z = float(zero);
-    for (int64_t i = 0; i < w.k; ++i) {
+    for (int64_t i = 0; i < n; ++i) {
       const float q = __builtin_rintf(v[i] / scale + z);
       v[i] = (q < -128 ? -128 : q > 127 ? 127 : q) - z;
     }
   }
-  return scale;
 }
 
 // A row's numbers by packed column, zero in padding.
-void arrange(const Meta& w, const uint8_t* base, const float* from, float* to) {
-  if (w.map) {
-    const int32_t* map = reinterpret_cast<const int32_t*>(base + w.map);
-    for (int64_t i = 0; i < w.kp; ++i) to[i] = map[i] < 0 ? 0 : from[map[i]];
-  } else {
-    memcpy(to, from, size_t(w.k) * 4);
-    memset(to + w.k, 0, size_t(w.kp - w.k) * 4);
-  }
+void gather(const Meta& w, const uint8_t* base, const float* from, float* to) {
+  const int32_t* map = reinterpret_cast<const int32_t*>(base + w.map);
+  for (int64_t i = 0; i < w.kp; ++i) to[i] = map[i] < 0 ? 0 : from[map[i]];
 }
 
-// Numbers to words, in place where a word is a number.
-void encode(Mode mode, const Meta& w, const float* v, uint32_t* out) {
+// n numbers to words.
+void encode(Mode mode, const Meta& w, const float* v, int64_t n, uint32_t* out) {
   if (mode == kBF16Mode) {
-    for (int64_t i = 0; i < w.kp / 2; ++i) out[i] = bits_of(v[2 * i]) >> 16 | (bits_of(v[2 * i + 1]) & 0xffff0000);
+    for (int64_t i = 0; i < n / 2; ++i) out[i] = bits_of(v[2 * i]) >> 16 | (bits_of(v[2 * i + 1]) & 0xffff0000);
   } else if (mode == kF32Mode) {
-    if (reinterpret_cast<const void*>(v) != out) memcpy(out, v, size_t(w.kp) * 4);
+    memcpy(out, v, size_t(n) * 4);
   } else {
     // Within 4 bytes of a step of 8-bit codes, or 8 of 4-bit ones, columns lie as the codes do.
     static constexpr uint8_t order[2][16] = {{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
@@ -131,11 +118,11 @@ void encode(Mode mode, const Meta& w, const float* v, uint32_t* out) {
     int8_t* bytes = reinterpret_cast<int8_t*>(out);
     int64_t i = 0;
     const auto four = [&](int64_t j) { return _mm_cvttps_epi32(_mm_loadu_ps(v + i + j)); };
-    for (; i + 16 <= w.kp; i += 16) {
+    for (; i + 16 <= n; i += 16) {
       const __m128i b = _mm_packs_epi16(_mm_packs_epi32(four(0), four(4)), _mm_packs_epi32(four(8), four(12)));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), _mm_shuffle_epi8(b, at));
     }
-    for (int64_t j = 0; i + j < w.kp; ++j) bytes[i + j] = int8_t(int(v[i + order[w.width == 8][j]]));
+    for (int64_t j = 0; i + j < n; ++j) bytes[i + j] = int8_t(int(v[i + order[w.width == 8][j]]));
   }
 }
 
@@ -172,23 +159,43 @@ void prepare(const Call& c, int64_t tile, float* room) {
   float* sums = const_cast<float*>(c.sums) + first * w.groups;
   int32_t* starts = const_cast<int32_t*>(c.starts) + first * w.groups;
   const bool int8 = c.mode == kI8Mode, sum = int8 || w.offset_type != kNone;
+  const bool same = c.mode == kBF16Mode && w.act == kPlain && !w.map;  // the words are the input's own
   float *wide = room, *tidy = room + w.kp;
   uint32_t* words = const_cast<uint32_t*>(c.xp) + first * c.words;
   uint32_t* rowwise = rows == 1 ? words : reinterpret_cast<uint32_t*>(room + 2 * w.kp);
   for (int64_t r = 0; r < rows; ++r) {
     uint32_t* out = rowwise + r * c.words;
     const uint8_t* x = static_cast<const uint8_t*>(c.x) + (first + r) * w.k * size;
-    if (c.mode == kBF16Mode && w.act == kPlain && !w.map && !sum) {
+    float scale = c.tensor_scale;
+    int zero = c.tensor_zero;
+    if (w.act != kPlain) {
+      float low, high;
+      const bool finite = range(x, w.k, c.dtype, &low, &high);
+      if (w.reach == kToken) quantizer(w, low, high, &scale, &zero);
+      if (!finite) scale = __builtin_nanf("");
+      const_cast<float*>(c.row_scale)[first + r] = scale;
+    }
+    if (same) {
       memcpy(out, x, size_t(w.k) * 2);
       memset(reinterpret_cast<uint8_t*>(out) + w.k * 2, 0, size_t(w.kp - w.k) * 2);
-      continue;
+      if (!sum) continue;
     }
-    widen(x, w.k, c.dtype, wide);
-    if (w.act != kPlain) const_cast<float*>(c.row_scale)[first + r] = quantize(c, wide);
-    arrange(w, c.base, wide, tidy);
-    encode(c.mode, w, tidy, out);
-    for (int64_t g = 0; sum && g < w.groups; ++g) {
-      const float s = sum_of(tidy + g * w.run, w.run);
+    if (w.map) {
+      widen(x, w.k, c.dtype, wide);
+      if (w.act != kPlain) quantize(w, scale, zero, wide, w.k);
+      gather(w, c.base, wide, tidy);
+    }
+    for (int64_t g = 0; g < w.groups; ++g) {  // a group at a time stays in the nearest cache
+      float* v = w.map ? tidy + g * w.run : tidy;
+      if (!w.map) {
+        const int64_t at = g * w.run, left = w.k - at, n = left < 0 ? 0 : left < w.run ? left : w.run;
+        widen(x + at * size, n, c.dtype, v);
+        if (w.act != kPlain) quantize(w, scale, zero, v, n);
+        memset(v + n, 0, size_t(w.run - n) * 4);
+      }
+      if (!same) encode(c.mode, w, v, w.run, out + g * (c.words / w.groups));
+      if (!sum) continue;
+      const float s = sum_of(v, w.run);
       sums[g * rows + r] = s;
       if (int8) starts[g * rows + r] = -int32_t(w.center) * int32_t(s);
     }

@@ -9,6 +9,7 @@ from bitline import QuantLinear, choose, native, types
 from bitline.errors import BitlineError
 from bitline.kernels import native_cpu
 from bitline.kernels import native_cpu_pack as packing
+from bitline.kernels.native_cpu import CPUBatchInvariantLinearKernel
 from bitline.kernels.native_cpu import CPUWNA16LinearKernel as Kernel
 from bitline.select import Policy
 from bitline.testing import check, check_exact
@@ -108,6 +109,31 @@ def test_same_bits_for_any_number_of_threads(level, threads, m):
             threads(count)
             results.append(Kernel.apply(x, packed, None, spec))
         assert all(torch.equal(results[0], r) for r in results[1:])
+
+
+@pytest.mark.parametrize("kind", types.SCALAR_TYPES.values(), ids=str)
+def test_a_row_is_the_same_in_any_batch_and_on_any_threads(level, threads, kind):
+    fp8 = ActSpec(types.float8_e4m3fn)  # multiplied as bfloat16 numbers; float32 outputs show every bit of their sums
+    for group, dtype, act in ((16, torch.bfloat16, None), (128, torch.bfloat16, None), (600, torch.float16, None),
+                              (128, torch.float32, fp8), (32, torch.float32, fp8), (600, torch.float32, fp8),
+                              (64, torch.float32, None), (128, torch.float32, ActSpec(types.int8, symmetric=False))):  # fmt: skip
+        spec = LinearSpec(70, 600, kind, (1, group), scale_dtype=torch.float32, act_dtype=dtype, act=act)
+        packed = list(CPUBatchInvariantLinearKernel.pack(random_weight(spec, 1)).values())
+        x = inputs(65, spec, 2)
+        threads(1)
+        alone = torch.cat([CPUBatchInvariantLinearKernel.apply(row, packed, None, spec) for row in x.split(1)])
+        for m in (2, 3, 7, 17, 65):
+            for count in (1, 2, 3):
+                threads(count)
+                together = torch.cat([CPUBatchInvariantLinearKernel.apply(part, packed, None, spec) for part in x.split(m)])
+                assert torch.equal(together, alone), f"rows of {m} on {count} threads, groups of {group}, {dtype}"
+
+
+def test_the_batch_invariant_kernel_conforms_and_is_chosen_where_it_is_asked_for(level):
+    check_kernel(CPUBatchInvariantLinearKernel, default_specs()[::4])
+    native_cpu_alone = "cpu:avx512_bf16,avx512_vnni,avx512_vbmi"
+    assert choose(BASE, native_cpu_alone, Policy(batch_invariant=True)).kernel is CPUBatchInvariantLinearKernel
+    assert choose(BASE, native_cpu_alone).kernel is Kernel
 
 
 ACTS = [ActSpec(kind, dynamic, how, 0, symmetric, limit=limit) for kind in (types.int8, types.float8_e4m3fn)

@@ -99,7 +99,7 @@ class CPUWNA16LinearKernel(Kernel):
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """One tensor; for input schemes that the kernel does not quantize itself, their scalars."""
-        packed = {"weight": packing.pack(weight)}
+        packed = {"weight": packing.pack(weight, cls.batch_invariant)}
         bound()
         if not packing.folds_act(weight.spec.act):
             absent = torch.empty(0)
@@ -138,6 +138,21 @@ class CPUWNA16LinearKernel(Kernel):
     def packed_bytes(cls, spec: LinearSpec) -> int:
         """Bytes of the packed weight."""
         return packing.layout(spec).places()[1]
+
+
+class CPUBatchInvariantLinearKernel(CPUWNA16LinearKernel):
+    """CPUWNA16LinearKernel where a row's sums are added up in one order however many rows come with it.
+
+    That is slower for one to five rows, and for many rows of formats with 8-bit codes or short groups.
+    """
+
+    priority = -5
+    batch_invariant = True
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """A tenth more than without the promise."""
+        return 1.1 * super().cost(spec, platform, m)
 
 
 def _rate(spec: LinearSpec) -> float:

@@ -22,7 +22,7 @@ ROWS = 32  # of a block
 STEP = {2: 16, 3: 32, 4: 8, 5: 32, 6: 16, 8: 4}  # columns that one group of code vectors holds
 LONGEST = 512  # columns summed one after another; a longer group is cut into equal ones of the same scale
 CHUNK = 32  # packed columns that share a scale where groups are ragged
-MAGIC = 0x31304D4D45474C42
+MAGIC = 0x32304D4D45474C42
 HEADER = 256
 # csrc/gemm.h: enum Stream. A stream's kind: its number, the dtype it is stored in.
 F32, BF16, F16, U8, I8, E4M3, ZERO = range(1, 8)
@@ -113,8 +113,10 @@ def _ratio(spec: LinearSpec) -> int:
     return coarse[1] // spec.block[1] * _cuts(spec) if coarse[1] % spec.block[1] == 0 else 0
 
 
-def pack(weight: QuantizedWeight) -> Tensor:
-    """A weight as one uint8 tensor. The native core must be there."""
+def pack(weight: QuantizedWeight, invariant: bool = False) -> Tensor:
+    """A weight as one uint8 tensor. invariant: results of a row must not depend on how many rows there are. The native core must
+    be there.
+    """
     spec = weight.spec
     core = native.core()
     assert core is not None, "is_supported refuses a machine without the native core"
@@ -131,7 +133,7 @@ def pack(weight: QuantizedWeight) -> Tensor:
     values, halves, rounded = _tables(spec.weight, _center(spec), plan.width)
     part("table32", torch.float32).copy_(values)
     part("table16", torch.int16)[: len(halves)] = halves
-    out[:HEADER] = torch.frombuffer(bytearray(_header(weight, plan, places, size, rounded)), dtype=torch.uint8)
+    out[:HEADER] = torch.frombuffer(bytearray(_header(weight, plan, places, size, rounded, invariant)), dtype=torch.uint8)
     flip = 1 << (spec.weight.bits - 1) if spec.weight.signed else 0
     same = columns is None or torch.equal(columns[: spec.k], torch.arange(spec.k, dtype=torch.int32))  # and padding after them
     codes = weight.codes if weight.codes.stride(1) == 1 else weight.codes.contiguous()
@@ -235,7 +237,7 @@ def _tables(kind: ScalarType, center: int, width: int) -> tuple[Tensor, Tensor, 
     return values, halves, not torch.equal(near.float().nan_to_num(), values.nan_to_num())
 
 
-def _header(weight: QuantizedWeight, plan: Layout, places: dict[str, int], size: int, rounded: bool) -> bytes:
+def _header(weight: QuantizedWeight, plan: Layout, places: dict[str, int], size: int, rounded: bool, invariant: bool) -> bytes:
     spec = weight.spec
     act = spec.act if folds_act(spec.act) else None
     kind = reach = 0
@@ -250,7 +252,7 @@ def _header(weight: QuantizedWeight, plan: Layout, places: dict[str, int], size:
         MAGIC, size, spec.n, spec.k, plan.kp, plan.width, plan.groups, plan.run, int(spec.weight.kind == "int"), _center(spec),
         plan.scale, plan.offset, plan.ratio, *(places[name] for name in list(places)[1:]), kind, reach,
     )  # fmt: skip
-    return struct.pack("<23qfifi", *numbers, scale, zero, limit, int(rounded)).ljust(HEADER, b"\0")
+    return struct.pack("<23qfifiq", *numbers, scale, zero, limit, int(rounded), int(invariant)).ljust(HEADER, b"\0")
 
 
 @functools.cache

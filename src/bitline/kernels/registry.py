@@ -69,7 +69,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.providers.ark": ("ArkWNA16LinearKernel", "ArkInt8WNA16LinearKernel"),
     "bitline.kernels.providers.xpu": ("XPUwNa16LinearKernel", "XPUW4A8IntLinearKernel"),
     "bitline.kernels.providers.xpu_fp8": ("XPUFP8ScaledMMLinearKernel", "XPUMxFp8LinearKernel"),
-    "bitline.kernels.native_cpu": ("CPUWNA16LinearKernel",),
+    "bitline.kernels.native_cpu": ("CPUWNA16LinearKernel", "CPUBatchInvariantLinearKernel"),
     "bitline.kernels.providers.zentorch": ("ZentorchWNA16LinearKernel", "ZentorchInt8ScaledMMLinearKernel"),
     "bitline.kernels.torch_int4_cpu": ("TorchInt4PackLinearKernel",),
     "bitline.kernels.torch_int8_cpu": ("TorchInt8PackLinearKernel",),
