@@ -224,7 +224,7 @@ def _lossless_codes(spec: LinearSpec, middle: Tensor, order: dict[str, Tensor | 
     if order["group_index"] is not None:
         columns = order["group_index"].long()
     value = middle[rows][:, columns].float()
-    where = torch.rand(spec.n, spec.k, generator=g).argsort(1)[:, :8]
+    where = torch.rand(spec.n, spec.k, generator=g).topk(min(8, spec.k), 1).indices
     step = torch.tensor([-2.0, -1.0, 1.0, 2.0])[torch.randint(4, where.shape, generator=g)]
     markers = torch.zeros(spec.k, dtype=torch.bool)
     markers[list(_markers(spec))] = True
@@ -240,13 +240,12 @@ def _lossless_codes(spec: LinearSpec, middle: Tensor, order: dict[str, Tensor | 
 
 def _encode(value: Tensor, scalar: ScalarType) -> tuple[Tensor, Tensor]:
     """The code of each value, uint8, and whether there is one."""
-    table = {v: code for code, v in reversed(list(enumerate(scalar.values())))}
-    code, known = torch.zeros_like(value, dtype=torch.uint8), torch.zeros_like(value, dtype=torch.bool)
-    for v in value.unique().tolist():
-        if v in table:
-            at = value == v
-            code[at], known[at] = table[v], True
-    return code, known
+    table = {v: code for code, v in reversed(list(enumerate(scalar.values()))) if v == v}
+    values = torch.tensor(sorted(table), dtype=torch.float32)
+    codes = torch.tensor([table[v] for v in sorted(table)], dtype=torch.uint8)
+    place = torch.searchsorted(values, value.contiguous()).clamp_(max=len(table) - 1)
+    known = values[place] == value
+    return torch.where(known, codes[place], 0), known
 
 
 def lossless_inputs(m: int, spec: LinearSpec, seed: int | torch.Generator = 1, device: torch.device | str = "cpu") -> Tensor:
