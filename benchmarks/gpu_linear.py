@@ -57,6 +57,12 @@ def spec_of(scheme: str, n: int, k: int) -> LinearSpec:
         "MXFP8": mx8.replace(act=ActSpec(types.float8_e4m3fn, True, "group", 32, scale="e8m0")),
         "MXFP8A16": mx8,
         "MXFP6A16": mx8.replace(weight=types.float6_e2m3),
+        "MXFP4": base.replace(
+            block=(1, 32),
+            weight=types.float4_e2m1,
+            scale_dtype=torch.float8_e8m0fnu,
+            act=ActSpec(types.float4_e2m1, True, "group", 32, scale="e8m0"),
+        ),
         "W8A8": base.replace(weight=types.int8, block=(1, k), act=ActSpec(types.int8)),
         "W4A8": base.replace(block=(1, 128), act=ActSpec(types.int8)),
         "W4AFP8": base.replace(block=(1, 128), act=ActSpec(types.float8_e4m3fn)),
@@ -232,6 +238,7 @@ def measure(scheme: str, name: str, n: int, k: int, rows: list[int], peers: bool
 
 
 CATALOGUE = {
+    "TritonFakeQuantLinearKernel": ["MXFP4", "W4A8", "FP8_BLOCK"],
     "TritonW4A16LinearKernel": ["W3A16 g128", "W6A16 g128", "NF4"],
     "TritonMinifloatLinearKernel": ["MXFP4A16", "NVFP4A16", "FP8A16", "MXFP8A16", "MXFP6A16", "FP8A16 block"],
     "TritonInt8ScaledMMLinearKernel": ["W8A8"],

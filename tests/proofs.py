@@ -58,6 +58,10 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "TritonMinifloatLinearKernel": [
         ("cpu", INTERPRETED, _MINIFLOAT + "test_conformance"), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
     ],
+    "TritonFakeQuantLinearKernel": [
+        ("cpu", INTERPRETED, "tests/kernels/test_triton_fake_quantized.py::test_conformance"), ("cuda", COMPILED, _COMPILE),
+        ("rocm", COMPILED, _COMPILE),
+    ],
     "TritonInt8ScaledMMLinearKernel": [
         ("cpu", INTERPRETED, _SCALED + "test_int8"), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
         ("cuda", H200, _GPU + "test_int8_conformance"),

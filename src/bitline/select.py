@@ -151,6 +151,8 @@ class Choice:
             return f"{short_name(other.name)}: {ratio:.1f}x the time at M={m}"
         if other.loose and other.score < self.best.score:
             return f"{short_name(other.name)}: adds in another order at each call"
+        if other.kernel.emulates and other.score < self.best.score:
+            return f"{short_name(other.name)}: stands in for units that are there"
         why = "same cost, lower priority" if other.score >= self.best.score else "not asked for"
         return f"{short_name(other.name)}: {why}"
 
@@ -228,7 +230,10 @@ def choose(
     _check_names(policy, entries)
     candidates = [_judge(entry, spec, platform, policy) for entry in entries]
     settled = any(c.verdict and not c.loose and not c.kernel.emulates for c in candidates)
-    candidates.sort(key=lambda c: (not c.verdict, not c.supported, settled and c.loose, c.score, -c.priority, c.name))
+    stands_in = lambda c: c.kernel.emulates and platform.vendor != "cpu"  # on a CPU it may be the fastest for many rows
+    candidates.sort(
+        key=lambda c: (not c.verdict, not c.supported, settled and c.loose, stands_in(c), c.score, -c.priority, c.name)
+    )
     note = ""
     asked = policy.kernel != "auto" or policy.backend != "auto"
     if asked:
@@ -328,7 +333,8 @@ def _costs(kernel: type[Kernel], spec: LinearSpec, platform: Platform, policy: P
 
 
 def _implements(kernel: type[Kernel], spec: LinearSpec, platform: Platform) -> Verdict:
-    if spec.act_dtype == torch.bfloat16 and 0 < platform.capability < 80 and not kernel.emulates:
+    by_torch = issubclass(kernel, ReferenceLinearKernel)  # whose operators convert bfloat16 to float32
+    if spec.act_dtype == torch.bfloat16 and 0 < platform.capability < 80 and not by_torch:
         return no(f"{platform.arch} has no bfloat16 units", "with input dtype float16")
     if spec.act_dtype not in kernel.act_dtypes:
         able = ", ".join(str(d).removeprefix("torch.") for d in kernel.act_dtypes)

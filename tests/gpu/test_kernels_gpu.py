@@ -8,6 +8,7 @@ import torch
 from bitline import Platform, QuantLinear, types
 from bitline.activations import fake_quantize, quantize_input
 from bitline.kernels import cutlass, emulation, marlin, torch_fp8
+from bitline.kernels.fake_quantized import TritonFakeQuantLinearKernel, read_back
 from bitline.kernels.reference import BatchInvariantLinearKernel
 from bitline.kernels.torch_int8_mm import TorchInt8ScaledMMLinearKernel
 from bitline.kernels.triton import launch
@@ -113,6 +114,24 @@ INPUTS = [
 ]  # fmt: skip
 MX4_INPUT = ActSpec(types.float4_e2m1, True, "group", 32, scale="e8m0")
 NV4_INPUT = ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3")
+INT8_INPUT, FP8_INPUT = ActSpec(types.int8), ActSpec(types.float8_e4m3fn)
+READ_BACK = [  # inputs that are rounded and read back before a weight-only product
+    MX4.replace(act=MX4_INPUT),
+    MX4.replace(act=MX4_INPUT, bias=True, **HALF),
+    MX4.replace(act=MX4_INPUT, act_order=True, **FULL),
+    NV4.replace(act=NV4_INPUT),
+    NV4.replace(act=NV4_INPUT, bias=True, **HALF),
+    BLOCKS[-1],
+    BLOCK,
+    E4M3.replace(act_order=True),
+    W4.replace(act=INT8_INPUT),
+    W4.replace(act=ActSpec(types.int8, True, "token", 0, False), bias=True),
+    W3.replace(act=INT8_INPUT),
+    W4.replace(act=ActSpec(types.int8, True, "group", 32), **HALF),
+    W4.replace(act=FP8_INPUT),
+    W4.replace(act=ActSpec(types.int8, False, "tensor", 0, False)),
+    E4M3.replace(act=ActSpec(types.float8_e4m3fn, True, "tensor")),
+]
 EMULATED = [
     (emulation.EmulationMxFp4LinearKernel, [*MXFP4, MX4.replace(act=MX4_INPUT)]),
     (emulation.EmulationNvFp4LinearKernel, [*NVFP4, NV4.replace(act=NV4_INPUT)]),
@@ -157,6 +176,23 @@ def test_marlin_conformance(kernel, specs):
 @pytest.mark.parametrize(("kernel", "specs"), EMULATED)
 def test_emulation_conformance(kernel, specs):
     assert len(check_kernel(kernel, specs, device="cuda").passed) == len(specs)
+
+
+@pytest.mark.parametrize("spec", READ_BACK, ids=lambda s: s.key)
+def test_read_back_conformance(spec):
+    assert check_kernel(TritonFakeQuantLinearKernel, [spec], device="cuda").passed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_inputs_are_read_back_as_defined(dtype):
+    x = torch.randn(37, 4096, device="cuda", dtype=dtype) * 10.0 ** torch.linspace(-4, 3, 37, device="cuda", dtype=dtype)[:, None]
+    x[5], x[6, :32] = 0, 1e-30 if dtype != torch.float16 else 1e-7
+    empty, given = torch.empty(0, device="cuda"), torch.full((1,), 0.01171875, device="cuda")
+    dynamic = [ActSpec(kind, True, "group", g) for kind in (types.int8, types.float8_e4m3fn) for g in (32, 128)]
+    for act in (*dynamic, INT8_INPUT, FP8_INPUT, ActSpec(types.int8, True, "token", 0, False), MX4_INPUT, BLOCKS[-1].act):
+        assert torch.equal(read_back(x, act, empty, empty), fake_quantize(x, act).to(dtype)), act
+    for act in (NV4_INPUT, ActSpec(types.int8, False, "tensor"), ActSpec(types.float8_e4m3fn, False, "tensor")):
+        assert torch.equal(read_back(x, act, given, empty), fake_quantize(x, act, given).to(dtype)), act
 
 
 def test_batch_invariant_conformance():

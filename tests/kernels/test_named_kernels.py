@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from bitline import Platform, types
+from bitline.kernels import weight_only
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.marlin import (
     MarlinFP8ScaledMMLinearKernel,
     MarlinMxFp4LinearKernel,
     MarlinMxfp8LinearKernel,
     MarlinNvFp4LinearKernel,
-    _on,
 )
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.kernels.triton.rdna3 import RDNA3W4A16LinearKernel
@@ -38,12 +38,12 @@ def test_marlin_is_hoppers_kernel_where_that_does_the_layer_and_the_portable_one
     hopper, older = Platform.parse("cuda:sm90"), Platform.parse("cuda:sm80")
     for kernel, spec in OF.items():
         assert kernel.is_supported(older) and kernel.is_supported(hopper)
-        assert _on(spec, older) is TritonMinifloatLinearKernel
+        assert weight_only.on(spec, older) is TritonMinifloatLinearKernel
         assert kernel.cost(spec, older, 1) == TritonMinifloatLinearKernel.cost(spec, older, 1)
         if GluonHopperLinearKernel.is_supported(hopper):
-            assert _on(spec, hopper) is GluonHopperLinearKernel
+            assert weight_only.on(spec, hopper) is GluonHopperLinearKernel
             assert kernel.cost(spec, hopper, 1) == GluonHopperLinearKernel.cost(spec, hopper, 1)
-    assert _on(NV.replace(act_dtype=torch.float16), hopper) is TritonMinifloatLinearKernel
+    assert weight_only.on(NV.replace(act_dtype=torch.float16), hopper) is TritonMinifloatLinearKernel
     blocks = FP8.replace(n=300, block=(128, 128))
     assert MarlinFP8ScaledMMLinearKernel.can_implement(blocks)
 

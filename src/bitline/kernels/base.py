@@ -22,8 +22,9 @@ class Kernel:
     deterministic: the same call gives the same bits; None where nobody knows, and one that does not comes last, unless
     all others emulate. batch_invariant: row i of a batch equals the same row alone.
     cuda_graph: a call can be captured. act_dtypes: input dtypes it takes. quantizes_input: it multiplies codes by codes,
-    so it is for specs with `act` alone. emulates: it stands in for a fast kernel that is not there. exact: it
-    computes what the spec says up to rounding; one that does not runs only where it, or its backend, is asked for by name.
+    so it is for specs with `act` alone. emulates: it stands in for a fast kernel that is not there, and on a GPU comes after all
+    that do not. exact: it computes what the spec says up to rounding; one that does not runs only where it, or its backend, is
+    asked for by name.
     measured: architectures and CPU features of the machines on which its cost was fitted to measured times; it is modelled on
     others.
     """

@@ -6,15 +6,14 @@ The Hopper kernel does the job where it runs and takes the layer, the portable T
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from bitline.kernels import weight_only
 from bitline.kernels.base import Kernel, Packed
-from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.platform import Platform
 from bitline.types import LinearSpec, Verdict, no
@@ -50,33 +49,22 @@ class _Marlin(Kernel):
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """As the kernel that does it on the weight's device."""
-        return _here(weight.spec, weight.device).pack(weight)
+        return weight_only.here(weight.spec, weight.device).pack(weight)
 
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """See Kernel.apply."""
-        return _here(spec, x.device).apply(x, packed, bias, spec)
+        return weight_only.here(spec, x.device).apply(x, packed, bias, spec)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """That of the kernel that does it."""
-        return _on(spec, platform).cost(spec, platform, m)
+        return weight_only.on(spec, platform).cost(spec, platform, m)
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
         """Of the portable kernel; Hopper's differs by its padding."""
         return TritonMinifloatLinearKernel.packed_bytes(spec)
-
-
-def _on(spec: LinearSpec, platform: Platform) -> type[Kernel]:
-    hopper = GluonHopperLinearKernel
-    takes = hopper.is_supported(platform) and spec.act_dtype in hopper.act_dtypes and hopper.can_implement(spec)
-    return hopper if takes else TritonMinifloatLinearKernel
-
-
-@functools.lru_cache(maxsize=4096)
-def _here(spec: LinearSpec, device: torch.device) -> type[Kernel]:
-    return _on(spec, Platform.detect(device))
 
 
 class MarlinNvFp4LinearKernel(_Marlin):

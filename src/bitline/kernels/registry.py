@@ -27,6 +27,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.triton.w4a16": ("TritonW4A16LinearKernel",),
     "bitline.kernels.triton.minifloat": ("TritonMinifloatLinearKernel",),
     "bitline.kernels.hopper.linear": ("GluonHopperLinearKernel",),
+    "bitline.kernels.fake_quantized": ("TritonFakeQuantLinearKernel",),
     "bitline.kernels.triton.scaled_mm": ("TritonInt8ScaledMMLinearKernel", "TritonFp8BlockScaledMMKernel"),
     "bitline.kernels.torch_fp8": (
         "PerTensorTorchFP8ScaledMMLinearKernel",
