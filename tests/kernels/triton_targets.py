@@ -12,12 +12,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bitline import types
-from bitline.kernels.triton import gemm_device, quantize_device, scaled_mm_device
+from bitline.kernels.fake_quantized import rounding
+from bitline.kernels.triton import fake_quantize_device, gemm_device, quantize_device, scaled_mm_device
 from bitline.kernels.triton.launch import constants_of, format_of
 from bitline.kernels.triton.layout import layout_of
 from bitline.kernels.triton.scaled_mm import _tile as tile_of_scaled_mm
 from bitline.kernels.triton.tiles import Machine, choose_tile
-from bitline.types import LinearSpec
+from bitline.types import ActSpec, LinearSpec
 
 # name -> (target, what tiles depend on)
 TARGETS = {
@@ -53,6 +54,11 @@ VARIANTS = {
     "FP8 block": (FP8.replace(block=(128, 128)), (1, 64)),
     "E5M2": (FP8.replace(weight=types.float8_e5m2), (1, 256)),
 }
+INPUTS = [
+    (ActSpec(types.int8, True, "token", 0, False), 4096), (ActSpec(types.float8_e4m3fn, True, "group", 128), 128),
+    (ActSpec(types.float4_e2m1, True, "group", 32, scale="e8m0"), 32),
+    (ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3"), 16),
+]  # fmt: skip
 ONCE = ("fp16 zero", "8 bits", "NVFP4 fp16", "FP8 fp16", "MXFP8", "FP8 block", "E5M2")  # for sm_90 alone
 LIMIT = {"limit": "fp32"}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -143,6 +149,10 @@ def compile_all(name):
     if name in ("sm_90", "sm_120", "gfx1201"):
         table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", **LIMIT}
         yield "fp8", compiled(quantize_device.quantize_kernel, table, {"TINY": 1e-7, "BLOCK": 4096, "num_warps": 8}, target)
+    table = {"x_ptr": "*bf16", "out_ptr": "*bf16", "scale_ptr": "*fp32", "zero_ptr": "*i32", **LIMIT}
+    for act, width in INPUTS:
+        constants = {"R": rounding(act, True, True), "TINY": 1e-7, "GROUP": width, "TILE": max(1, 2048 // width), "num_warps": 4}
+        yield f"{act} read back", compiled(fake_quantize_device.fake_quantize_kernel, table, constants, target)
     yield from scaled_mm(name, target)
 
 
