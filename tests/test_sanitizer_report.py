@@ -33,22 +33,46 @@ RACECHECK = """========= COMPUTE-SANITIZER
 ========= Error: Race reported between Write access at wide+0x1200 in wide_device.py:210
 =========     and Read access at wide+0x1400 in wide_device.py:220 [512 hazards]
 =========
-========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+========= Error: Race reported between Read access at wide+0x220 in wide_device.py:{line}
+=========     and Write access at wide+0x69a0 in wide_device.py:{line} [16 hazards]
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
 
 
 def test_findings_name_their_kernel(sanitize):
-    assert [kernel for kernel, _ in sanitize.records(MEMCHECK)] == [
-        "decode", "void at::native::vectorized_elementwise_kernel<",
-    ]  # fmt: skip
-    assert [kernel for kernel, _ in sanitize.records(RACECHECK)] == ["wide"]
+    assert [r.kernel for r in sanitize.records(MEMCHECK)] == ["decode", "void at::native::vectorized_elementwise_kernel<"]
+    first, second = sanitize.records(RACECHECK)
+    assert first.kernel == second.kernel == "wide"
+    assert first.lines == ("wide_device.py:210", "wide_device.py:220")
     assert sanitize.finished(MEMCHECK) and sanitize.finished(RACECHECK)
+
+
+def test_generated_code_is_what_has_the_kernels_first_line_alone(sanitize):
+    line = sanitize.first_line("wide").partition(":")[2]
+    assert [sanitize.generated(r) for r in sanitize.records(RACECHECK.replace("{line}", line))] == [False, True]
+    assert not any(sanitize.generated(r) for r in sanitize.records(RACECHECK.replace("{line}", "1")))
+    assert all(sanitize.first_line(kernel).startswith(file) for kernel, file in sanitize.OURS.items())
 
 
 def test_a_clean_report_has_none_and_a_cut_one_is_no_report(sanitize):
     clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
     assert sanitize.records(clean) == [] and sanitize.finished(clean)
     assert not sanitize.finished(MEMCHECK[: MEMCHECK.index("========= ERROR")])
+
+
+def test_what_a_report_lacks(sanitize):
+    row = {"finished": True, "reports": 0, "generated": 0}
+    faults = {tool: {fault: row | {"reports": 1}} for tool, fault in sanitize.PLANTED.items()}
+    tools = {tool: {"grid": row, "control": row} | faults.get(tool, {}) for tool in sanitize.TOOLS}
+    assert not sanitize.complaints({"tools": tools})
+    same = {"grid": row | {"generated": 4}, "control": row | {"generated": 1}}
+    assert not sanitize.complaints({"tools": tools | {"racecheck": same}})
+    for tool, runs in {
+        "memcheck": tools["memcheck"] | {"short": row}, "initcheck": tools["initcheck"] | {"grid": row | {"finished": False}},
+        "racecheck": same | {"control": row}, "synccheck": {"grid": row | {"reports": 1}, "control": row},
+    }.items():  # fmt: skip
+        assert len(sanitize.complaints({"tools": tools | {tool: runs}})) == 1
 
 
 def test_the_grid_is_what_the_kernel_takes(sanitize):

@@ -5,7 +5,9 @@
 Each tool runs the grid in a process of its own, all at the same time. Weights and inputs are made and checked on the CPU, so that
 nearly all that runs on the GPU is ours; torch's allocator is off, so that each tensor has an allocation whose ends are watched.
 Two planted faults (a weight that is cut short, one that nobody wrote) show that memcheck and initcheck look where they should.
-Fails where a tool reports anything about our kernels, does not finish, or misses its planted fault.
+A report whose lines are all the first line of a kernel is about the start of its specialised warps, which Triton generates; such
+ones count apart, and only if the same tool says the same of `specialized`, which does nothing else. Fails where a tool reports
+anything else about our kernels, does not finish, or misses its planted fault.
 """
 
 from __future__ import annotations
@@ -15,20 +17,22 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PLANTED = {"memcheck": "short", "initcheck": "unwritten"}
-OURS = ("decode", "wide")
+OURS = {"decode": "decode_device.py", "wide": "wide_device.py", "specialized": "specialized.py"}
 ROOT = Path(__file__).parents[2]
+BEGAN = time.perf_counter()
 
 
 def grid() -> list[tuple[str, Any, tuple[int, ...]]]:
@@ -75,12 +79,14 @@ class Runner:
         y = call(x.cuda())
         check(y.cpu(), x, weight)
         self.launches[name] += 1
+        print(f"{time.perf_counter() - BEGAN:.1f} s: {name} M={m}", flush=True)
 
     def all(self, only: int | None = None) -> None:
         from bitline.kernels.hopper import launch, tiles
         from bitline.kernels.hopper.linear import GluonHopperLinearKernel
         from bitline.kernels.hopper.scheme import Scheme, scheme_of
 
+        launch._SLOTS = 16  # flags of captured launches, which these are not: a tool would watch each
         cases = grid()
         for i, (name, spec, rows) in enumerate(cases):
             if only is not None and i != only:
@@ -132,6 +138,15 @@ class Runner:
                 check(y.cpu(), x, weight)
                 self.launches["wide, two streams"] += 1
 
+    def control(self) -> None:
+        """A kernel that starts specialised warps and does nothing else."""
+        sys.path.insert(0, str(Path(__file__).parent))
+        from specialized import specialized  # type: ignore[import-not-found]
+
+        out = torch.zeros(2, dtype=torch.int32).cuda()
+        specialized[(1,)](out, num_warps=4)
+        assert out.tolist() == [1, 2]
+
     def planted(self, fault: str) -> None:
         """A launch that a tool must complain about."""
         from bitline.kernels.hopper.linear import GluonHopperLinearKernel
@@ -144,26 +159,47 @@ class Runner:
 
 
 _WHERE = re.compile(r"\b(?:at|in) (.+?)\+0x")
+_LINE = re.compile(r" in (\S+\.py:\d+)")
 _SKIP = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY", "Internal", "Target application")
 
 
-def records(text: str) -> list[tuple[str, str]]:
-    """(kernel, first line) of each finding in a tool's output; the kernel is "" where none is named."""
-    found: list[tuple[str, list[str]]] = []
+class Record(NamedTuple):
+    """A finding: its kernel ("" where none is named), its first line and the lines of the source that it names."""
+
+    kernel: str
+    head: str
+    lines: tuple[str, ...]
+
+
+def records(text: str) -> list[Record]:
+    """The findings in a tool's output."""
+    found: list[list[str]] = []
     for line in text.splitlines():
-        if not line.startswith("========="):
-            continue
-        body = line[9:]
-        if body.strip() and not body.startswith("  "):
-            found.append((body.strip(), [body]))
-        elif found:
-            found[-1][1].append(body)
+        if line.startswith("========="):
+            body = line[9:]
+            if body.strip() and not body.startswith("  "):
+                found.append([body.strip()])
+            elif found:
+                found[-1].append(body)
     out = []
-    for head, lines in found:
-        if not head.startswith(_SKIP):
+    for lines in found:
+        if not lines[0].startswith(_SKIP):
             where = next((m[1].split("(")[0] for m in map(_WHERE.search, lines) if m), "")
-            out.append((where, head))
+            out.append(Record(where, lines[0], tuple(dict.fromkeys(_LINE.findall("\n".join(lines))))))
     return out
+
+
+def first_line(kernel: str) -> str:
+    """FILE:LINE of a kernel's definition, where the compiler puts what it adds itself."""
+    file = OURS[kernel]
+    folder = Path(__file__).parent if kernel == "specialized" else ROOT / "src" / "bitline" / "kernels" / "hopper"
+    lines = (folder / file).read_text().splitlines()
+    return f"{file}:{next(i for i, line in enumerate(lines, 1) if line.startswith(f'def {kernel}('))}"
+
+
+def generated(record: Record) -> bool:
+    """Whether a finding is about what Triton adds to a kernel of specialised warps."""
+    return record.kernel in OURS and record.lines == (first_line(record.kernel),)
 
 
 def finished(text: str) -> bool:
@@ -171,84 +207,107 @@ def finished(text: str) -> bool:
     return "SUMMARY:" in text
 
 
-def start(tool: str, folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], Path]:
-    log = folder / f"{tool}{'-'.join(arguments)}.log"
-    # Memory is watched in whole allocations, modules are loaded when they are used, API errors are torch's own questions.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY", "OMP_NUM_THREADS": "4"}
-    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--print-limit", "1000", "--log-file", str(log)]
-    process = subprocess.Popen([*command, sys.executable, __file__, "--child", *arguments], env=environment,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
-    return process, log
+class Run:
+    """A process with the grid, the control kernel or a planted fault, under a tool."""
+
+    def __init__(self, tool: str, folder: Path, *arguments: str) -> None:
+        self.tool, self.what, self.began = tool, arguments[-1] if arguments else "", time.perf_counter()
+        self.log, self.output = folder / f"{tool}{self.what}.log", folder / f"{tool}{self.what}.txt"
+        # Each tensor is an allocation, modules are loaded when they are used, API errors are torch's own questions.
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY", "OMP_NUM_THREADS": "3"}
+        command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--show-backtrace", "no"]
+        command += ["--print-limit", "200", "--log-file", str(self.log), sys.executable, __file__, "--child", *arguments]
+        with self.output.open("w") as out:
+            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+
+    def result(self, deadline: float) -> dict[str, Any]:
+        """What it found; where it has not ended by then, how far it came."""
+        while self.process.poll() is None and time.perf_counter() < deadline:
+            time.sleep(0.2)
+        late = self.process.poll() is None
+        if late:
+            os.killpg(self.process.pid, signal.SIGKILL)  # the tool starts the program as a process of its own
+            self.process.wait()
+        text = self.log.read_text() if self.log.exists() else ""
+        said = self.output.read_text().strip().splitlines()
+        launches = json.loads(said[-1]) if said and said[-1].startswith("{") else {}
+        found = records(text)
+        ours = [r for r in found if r.kernel in OURS or not r.kernel]
+        row = {
+            "finished": not late and self.process.returncode == 0 and finished(text) and bool(launches),
+            "seconds": round(time.perf_counter() - self.began, 1), "launches": launches,
+            "reports": sum(not generated(r) for r in ours), "generated": sum(map(generated, ours)),
+            "examples": list(dict.fromkeys(f"{r.kernel}: {r.head} {' '.join(r.lines)}" for r in ours))[:10],
+            "elsewhere": dict(Counter(r.kernel for r in found if r not in ours)),
+        }  # fmt: skip
+        print(f"{self.tool} {self.what}", row, flush=True)
+        if not row["finished"]:
+            print(f"late: {late}", self.process.returncode, *said[-8:], text[-1500:], sep="\n", flush=True)
+        return row
 
 
 def supervise(timeout: float) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from _machine import machine
 
-    began = time.perf_counter()
     from bitline.kernels.hopper import tiles
 
-    compiling = [subprocess.Popen([sys.executable, __file__, "--child", "--only", str(i)])
+    deadline = time.perf_counter() + timeout
+    compiling = [subprocess.Popen([sys.executable, __file__, "--child", "--only", str(i)], stdout=subprocess.DEVNULL)
                  for i in range(len(grid()) + len(tiles._COSTS))]  # fmt: skip
     codes = [p.wait(timeout) for p in compiling]
     assert not any(codes), f"the grid fails without a tool: {codes}"
-    print(f"{time.perf_counter() - began:.0f} s: compiled", flush=True)
+    print(f"compiled, {deadline - time.perf_counter():.0f} s left", flush=True)
     version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
     report: dict[str, Any] = {"machine": machine("cuda"), "compute_sanitizer": version, "tools": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runs = {(tool, ""): start(tool, folder) for tool in TOOLS}
-        runs |= {(tool, fault): start(tool, folder, "--planted", fault) for tool, fault in PLANTED.items()}
-        for (tool, fault), (process, log) in runs.items():
-            left = max(1.0, timeout - (time.perf_counter() - began))
-            try:
-                output = process.communicate(timeout=left)[0]
-            except subprocess.TimeoutExpired:
-                process.kill()
-                output = (process.communicate()[0] or "") + "\nout of time"
-            text = log.read_text() if log.exists() else ""
-            found = records(text)
-            ours = [f"{kernel}: {head}" for kernel, head in found if kernel in OURS or (fault == "" and not kernel)]
-            row = report["tools"].setdefault(tool, {})
-            print(f"{time.perf_counter() - began:.0f} s: {tool} {fault}", process.returncode, dict(Counter(found)), flush=True)
-            if fault:
-                row["planted"] = {"fault": fault, "reports": len(ours)}
-                continue
-            last = output.strip().splitlines()[-1:] or [""]
-            launches = json.loads(last[0]) if last[0].startswith("{") else {}
-            row |= {
-                "finished": finished(text) and process.returncode == 0 and bool(launches), "reports": len(ours),
-                "reports_elsewhere": dict(Counter(k for k, _ in found if k not in OURS)), "examples": ours[:20],
-                "seconds": round(time.perf_counter() - began, 1), "launches": launches,
-            }  # fmt: skip
-            if not row["finished"]:
-                print(output[-3000:], text[-3000:])
+        runs = [Run(tool, folder) for tool in TOOLS] + [Run(tool, folder, "--special", "control") for tool in TOOLS]
+        runs += [Run(tool, folder, "--special", fault) for tool, fault in PLANTED.items()]
+        for run in sorted(runs, key=lambda run: not run.what):  # the short ones first
+            row = run.result(deadline)
+            report["tools"].setdefault(run.tool, {})[run.what or "grid"] = row
     return report
+
+
+def complaints(report: dict[str, Any]) -> list[str]:
+    """What is wrong with a report."""
+    bad = []
+    for tool, runs in report["tools"].items():
+        grid, control = runs["grid"], runs["control"]
+        bad += [f"{tool}: {name} did not finish" for name in ("grid", "control") if not runs[name]["finished"]]
+        bad += [f"{tool}: {grid['reports']} reports"] * bool(grid["reports"])
+        bad += [f"{tool}: reports of generated code that the control kernel lacks"] * bool(
+            grid["generated"] and not control["generated"]
+        )
+        bad += [f"{tool}: the planted fault was missed"] * bool(tool in PLANTED and not runs[PLANTED[tool]]["reports"])
+    return bad
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--only", type=int)
-    parser.add_argument("--planted")
+    parser.add_argument("--special")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.child:
         runner = Runner()
         with torch.inference_mode():
-            if options.planted:
-                runner.planted(options.planted)
+            if options.special == "control":
+                runner.control()
+            elif options.special:
+                runner.planted(options.special)
             else:
                 runner.all(options.only)
-        print(json.dumps(runner.launches))
+        print(json.dumps(runner.launches or {"special": 1}))
         return
     report = supervise(options.timeout)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
-    bad = [t for t, row in report["tools"].items()
-           if not row["finished"] or row["reports"] or ("planted" in row and not row["planted"]["reports"])]  # fmt: skip
-    sys.exit(f"found by, or not found by: {', '.join(bad)}" if bad else 0)
+    bad = complaints(report)
+    sys.exit("\n".join(bad) if bad else 0)
 
 
 if __name__ == "__main__":
