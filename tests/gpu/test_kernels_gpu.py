@@ -296,6 +296,22 @@ def test_codes_on_a_large_layer(spec, m):
             judge(TritonW4A16LinearKernel.apply(x, packed, None, layer), x, weight)
 
 
+@needs_fp8
+@pytest.mark.parametrize("m", [1, 16, 20, 40, 100, 200, 1000])
+@pytest.mark.parametrize(
+    ("kernel", "spec"),
+    [(TritonInt8ScaledMMLinearKernel, INT8), (TritonFp8BlockScaledMMKernel, BLOCK), (TritonFp8BlockScaledMMKernel, BLOCKS[-1])],
+    ids=["int8", "blocks", "mxfp8"],
+)
+def test_scaled_products_on_large_layers(kernel, spec, m):
+    """Every tile, slices of K that end before it does, and so many rows of W that there is one slice."""
+    for n, k in ((2048, 4096), (20480, 1056)):
+        layer = spec.replace(n=n, k=k, block=(spec.block[0], k) if kernel is TritonInt8ScaledMMLinearKernel else spec.block)
+        for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
+            weight, x = make(layer, 1, "cuda"), given(m, layer, m, "cuda")
+            judge(kernel.apply(x, list(kernel.pack(weight).values()), None, layer), x, weight)
+
+
 def test_panels_and_the_fused_kernel_agree_with_the_reference():
     spec = W4.replace(n=1000, k=1000, weight=types.uint4, zero="int", block=(1, 32), bias=True, act_order=True)
     weight = random_weight(spec, 2, "cuda")

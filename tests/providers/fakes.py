@@ -229,16 +229,13 @@ def deep_gemm():
 
 
 def fp8_blockscale(*args, **kwargs):
-    """Quantizes as the wheel's scale_1x128_kernel does (csrc/nv_internal, fp8_blockscale_gemm_kernel.cuh)."""
+    """Codes and scales as the wheel's TMA descriptors read them (csrc/nv_internal, deep_gemm/fp8_gemm.cuh): a group's scales of
+    all rows one after another, in multiples of 4."""
     g = bind("flashinfer", "fp8_blockscale_gemm_sm90", args, kwargs)
-    (m, k), n = g.input.shape, g.weight.shape[0]
-    assert g.input.dtype == torch.bfloat16 and g.input.is_contiguous() and g.input_scale is None and g.out is None
-    assert g.weight.is_contiguous() and n % 64 == 0 and g.out_dtype == torch.bfloat16
-    groups = g.input.view(m, -1, 128).float()
-    peak = groups.abs().amax(-1, keepdim=True)
-    factor = torch.where(peak > 0, torch.full_like(peak, 448.0) / peak, 1.0)
-    a = (groups * factor).clamp(-448, 448).to(torch.float8_e4m3fn).view(m, k)
-    return (blocks(a, (1 / factor).squeeze(-1), 1) @ blocks(g.weight, g.weight_scale, 128).T).bfloat16()
+    (m, _k), n = g.input.shape, g.weight.shape[0]
+    assert g.input.dtype == torch.float8_e4m3fn and g.input.is_contiguous() and g.out is None and g.out_dtype == torch.bfloat16
+    assert g.weight.is_contiguous() and n % 64 == 0 and g.input_scale.stride() == (1, m) and m % 4 == 0
+    return (blocks(g.input, g.input_scale, 1) @ blocks(g.weight, g.weight_scale, 128).T).bfloat16()
 
 
 def flashinfer_fp8():

@@ -104,7 +104,7 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
         product = roofline(spec, platform, m, weight_bytes=cls.packed_bytes(spec), rate=platform.rates.int8)
         passes = 4 * m * (6 * spec.k + 6 * spec.n)  # bytes of float32 and int32
         if platform.vendor != "cpu":
-            return product + passes / platform.rates.bandwidth + 12 * platform.rates.launch
+            return product + passes / platform.rates.bandwidth + 5 * platform.rates.launch
         if m > 8 or (m > 1 and "amx" in platform.features):  # oneDNN re-lays the weight in each call
             product += spec.n * spec.k * 5e-11 * cpu_costs.share(platform)
         return product + passes / (3 * platform.rates.bandwidth) + 6 * cpu_costs.CALL

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from bitline.errors import InputError
 from bitline.kernels.base import Packed, roofline
@@ -70,17 +69,17 @@ class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """Eight passes over x; the product at 80 % of its rate."""
-        quantize = 8 * (3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch)
+        """A pass over x; the product at 80 % of its rate."""
+        quantize = 3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch
         return quantize + roofline(spec, platform, m, weight_bytes=spec.n * spec.k, rate=platform.rates.of("fp8")) / 0.8
 
 
 class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
-    """One packed weight and two kernels: below 32 rows FlashInfer's `fp8_blockscale_gemm_sm90`, which takes x in bfloat16 and
-    quantizes it, else DeepGEMM, or cuBLASLt where that is not installed. The choice is made at each call.
+    """One packed weight and two kernels: below 32 rows FlashInfer's `fp8_blockscale_gemm_sm90`, else DeepGEMM, or cuBLASLt where
+    that is not installed. The choice is made at each call.
 
-    FlashInfer multiplies by 448 over a group's largest magnitude, where the definition divides by its reciprocal, and knows no
-    smallest scale: codes may differ where a quotient is within a rounding of the middle between two, or below 1e-7.
+    FlashInfer gets the input's codes and scales, as the definition has them. It would also quantize an input of 16 bits itself,
+    but multiplies by 448 over a group's largest magnitude, which moves codes that lie between two values.
     """
 
     backend = "flashinfer_deepgemm"
@@ -92,13 +91,6 @@ class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLin
         if platform.capability != 90:
             return no(f"FlashInfer's block-scaled FP8 is for sm90; this is {platform.arch or platform.vendor}", "cuda:sm90")
         return installed(platform, "flashinfer")
-
-    @classmethod
-    def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """As the torch kernel does, but the input's scales have no bound."""
-        if spec.act is not None and spec.act.limit:
-            return no("the input's scales have a bound", "unbounded dynamic scales")
-        return super().can_implement(spec)
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
@@ -114,8 +106,9 @@ class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLin
             return x.new_empty(0, spec.n)
         if x.shape[0] >= _FEW:
             return _large(installed_packages()).apply(x, packed, bias, spec)
-        wide = pad(x, (0, codes.shape[1] - spec.k))
-        y = _flashinfer()(wide, codes, None, scale, out_dtype=torch.bfloat16)
+        assert spec.act is not None
+        a, a_scale = quantize_rows(x, spec.act, codes.shape[1])
+        y = _flashinfer()(a, codes, a_scale, scale, out_dtype=torch.bfloat16)
         return _cut(y, x.shape[0], bias, spec)
 
     @classmethod

@@ -32,6 +32,7 @@ def scaled_mm_kernel(
     row = tl.minimum(rows, N - 1)
     col = tl.minimum(cols, M - 1)
     k = tl.arange(0, BK)
+    here = cols < M  # of few rows: programs that all read the last one again ask for one line of the cache
     b_row = (row + off_n) // BLOCK_N
     if SLICES == 1:
         a_tile = a_ptr + col.to(tl.int64)[:, None] * K + k[None, :]
@@ -39,11 +40,11 @@ def scaled_mm_kernel(
         total = tl.zeros((BM, BN), tl.float32 if BLOCK_K > 0 else ACC)
         for start in range(0, K, STEP):
             if EVEN:
-                a = tl.load(a_tile + start)
+                a = tl.load(a_tile + start, mask=here[:, None], other=EMPTY) if BM <= 32 else tl.load(a_tile + start)
                 b = tl.load(b_tile + start)
             else:
                 inside = k + start < K
-                a = tl.load(a_tile + start, mask=inside[None, :], other=EMPTY)
+                a = tl.load(a_tile + start, mask=here[:, None] & inside[None, :], other=EMPTY)
                 b = tl.load(b_tile + start, mask=inside[:, None], other=EMPTY)
             if UPCAST:
                 a = a.to(tl.float32)
@@ -65,22 +66,22 @@ def scaled_mm_kernel(
         sums = tl.zeros((SLICES, BM, BN), tl.float32 if BLOCK_K > 0 else ACC)
         for start in range(0, K, STEP):
             if EVEN:
-                a = tl.load(a_tile + start)
+                a = tl.load(a_tile + start, mask=here[None, :, None], other=EMPTY)
                 b = tl.load(b_tile + start)
             else:
                 inside = at + start < K
-                a = tl.load(a_tile + start, mask=inside[:, None, :], other=EMPTY)
+                a = tl.load(a_tile + start, mask=here[None, :, None] & inside[:, None, :], other=EMPTY)
                 b = tl.load(b_tile + start, mask=inside[:, :, None], other=EMPTY)
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             if BLOCK_K > 0:
                 part = tl.dot(a, b, out_dtype=tl.float32 if UPCAST else ACC).to(tl.float32)
-                here = first + start
-                in_b = b_row[None, :] * b_groups + ((here + off_k) // BLOCK_K)[:, None]
-                in_a = col[None, :] * a_groups + (here // GROUP)[:, None]
-                b_scale = tl.load(b_scale_ptr + in_b, mask=(here < K)[:, None], other=0.0)
-                a_scale = tl.load(a_scale_ptr + in_a, mask=(here < K)[:, None], other=0.0)
+                piece = first + start
+                in_b = b_row[None, :] * b_groups + ((piece + off_k) // BLOCK_K)[:, None]
+                in_a = col[None, :] * a_groups + (piece // GROUP)[:, None]
+                b_scale = tl.load(b_scale_ptr + in_b, mask=(piece < K)[:, None], other=0.0)
+                a_scale = tl.load(a_scale_ptr + in_a, mask=(piece < K)[:, None], other=0.0)
                 sums += part * (a_scale[:, :, None] * b_scale[:, None, :])
             elif UPCAST:
                 sums += tl.dot(a, b, out_dtype=tl.float32).to(ACC)
