@@ -80,7 +80,7 @@ class AiterInt8ScaledMMLinearKernel(Kernel):
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        q, x_scale, _zero = rows_of(x, spec.act, *x.shape, input_scale)
+        q, x_scale, _zero = rows_of(x, spec.act, x.shape[0], x.shape[1], input_scale)
         y: Tensor = _product()(q, codes, x_scale.view(-1, 1).expand(x.shape[0], 1).contiguous(), scale, None, x.dtype)
         return y if bias is None else y + bias
 
