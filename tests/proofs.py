@@ -28,6 +28,7 @@ _HUMMING = "tests/providers/test_humming.py::test_computes_what_the_spec_says"
 
 _MARLIN = [
     ("cpu", INTERPRETED, _MINIFLOAT + "test_marlins_names"), ("cuda", COMPILED, _COMPILE), ("cuda", COMPILED, _HOPPER),
+    ("cuda", H200, _GPU + "test_marlin_conformance"),
 ]  # fmt: skip
 
 PROOFS: dict[str, list[tuple[str, str, str]]] = {
@@ -35,11 +36,14 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
         ("cpu", CI, "tests/test_testing.py::test_the_reference_conforms"),
         ("cuda", H200, "tests/test_testing.py::test_the_reference_conforms_on_a_gpu"),
     ],
-    "BatchInvariantLinearKernel": [("cpu", CI, "tests/kernels/test_emulation.py::test_a_row_is_the_same_whatever_comes_with_it")],
-    "EmulationNvFp4LinearKernel": [("cpu", CI, _EMULATION)],
-    "EmulationMxFp4LinearKernel": [("cpu", CI, _EMULATION)],
-    "EmulationMxfp6LinearKernel": [("cpu", CI, _EMULATION)],
-    "EmulationMxfp8LinearKernel": [("cpu", CI, _EMULATION)],
+    "BatchInvariantLinearKernel": [
+        ("cpu", CI, "tests/kernels/test_emulation.py::test_a_row_is_the_same_whatever_comes_with_it"),
+        ("cuda", H200, _GPU + "test_batch_invariant_conformance"),
+    ],
+    "EmulationNvFp4LinearKernel": [("cpu", CI, _EMULATION), ("cuda", H200, _GPU + "test_emulation_conformance")],
+    "EmulationMxFp4LinearKernel": [("cpu", CI, _EMULATION), ("cuda", H200, _GPU + "test_emulation_conformance")],
+    "EmulationMxfp6LinearKernel": [("cpu", CI, _EMULATION), ("cuda", H200, _GPU + "test_emulation_conformance")],
+    "EmulationMxfp8LinearKernel": [("cpu", CI, _EMULATION), ("cuda", H200, _GPU + "test_emulation_conformance")],
     "CPUWNA16LinearKernel": [("cpu", CI, "tests/kernels/test_native_cpu.py::test_conformance")],
     "CPUBatchInvariantLinearKernel": [
         ("cpu", CI, "tests/kernels/test_native_cpu.py::test_a_row_is_the_same_in_any_batch_and_on_any_threads")
@@ -57,6 +61,7 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "TritonMinifloatLinearKernel": [
         ("cpu", INTERPRETED, _MINIFLOAT + "test_conformance"), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
+        ("cuda", H200, _GPU + "test_minifloat_conformance"),
     ],
     "TritonFakeQuantLinearKernel": [
         ("cpu", INTERPRETED, "tests/kernels/test_triton_fake_quantized.py::test_conformance"), ("cuda", COMPILED, _COMPILE),
