@@ -19,6 +19,11 @@ int bitline_take(const uint8_t*, int64_t, int64_t, int64_t, int, const int64_t*,
 int bitline_transpose(const void*, int64_t, int64_t, int64_t, int, void*);
 int bitline_zero_points(const uint32_t*, int64_t, int64_t, int64_t, int, uint32_t, int, int, uint8_t*);
 void bitline_prepare(void*, int64_t);
+void bitline_step_norm(const uint16_t*, const uint16_t*, uint16_t*, int64_t, int64_t, double);
+void bitline_step_gate(const uint16_t*, const uint16_t*, uint16_t*, int64_t);
+int bitline_step_rows(const uint16_t*, const uint16_t*, uint16_t*, int64_t, int64_t);
+int bitline_step_attention(const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, uint16_t*, uint16_t*, int64_t, int64_t,
+                           int64_t, int64_t, int64_t, double);
 }
 
 namespace {
@@ -33,6 +38,13 @@ std::vector<T> random(size_t n) {
     const uint32_t high = draw();  // the high bits of such a generator are the better ones
     x = T(high >> 16 | draw() >> 16 << 16);
   }
+  return out;
+}
+
+// bfloat16 numbers from 2^-7 to 2 of either sign.
+std::vector<uint16_t> moderate(size_t n) {
+  auto out = random<uint16_t>(n);
+  for (uint16_t& x : out) x = uint16_t((x & 0x87FF) | 0x3C00);
   return out;
 }
 
@@ -84,6 +96,24 @@ int main() {
     printf("finite %d", bitline_all_finite(numbers.data(), n * columns, 2, 0x7F80));
     numbers.back() = 0x7F80;
     printf(" %d\n", bitline_all_finite(numbers.data(), n * columns, 2, 0x7F80));
+  }
+  for (const int64_t n : {1, 15, 64, 130}) {
+    const auto x = moderate(size_t(n)), w = moderate(size_t(3 * n));
+    std::vector<uint16_t> y(static_cast<size_t>(n)), z(3);
+    bitline_step_norm(x.data(), w.data(), y.data(), 1, n, 1e-6);
+    say("step_norm", n, y);
+    bitline_step_gate(x.data(), w.data(), y.data(), n);
+    say("step_gate", n, y);
+    if (bitline_step_rows(x.data(), w.data(), z.data(), 3, n)) return 1;
+    say("step_rows", n, z);
+    const int64_t dim = 48, heads = 2, repeat = 3;
+    const auto qkv = moderate(size_t(heads * (repeat + 2) * dim)), turn = moderate(size_t(2 * dim));
+    auto keys = moderate(size_t(heads * n * dim)), values = moderate(keys.size());
+    std::vector<uint16_t> out(size_t(heads * repeat * dim));
+    if (bitline_step_attention(qkv.data(), turn.data(), turn.data() + dim, keys.data(), values.data(), out.data(), heads, repeat, dim, n,
+                               n - 1, 0.01)) return 1;
+    say("step_attention", n, out);
+    say("keys", n, keys);
   }
   std::vector<uint8_t> large(5 << 20);
   bitline_prepare(large.data(), int64_t(large.size()));

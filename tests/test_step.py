@@ -402,6 +402,8 @@ def test_steps_can_be_turned_off(pair, tmp_path, monkeypatch):
     monkeypatch.setenv("BITLINE_NO_STEP", "1")
     assert not steps(load_model(tmp_path / "Llama", dtype=BF16))
     assert steps(load_model(tmp_path / "Llama", dtype=BF16, native_step=True))
+    monkeypatch.delenv("BITLINE_NO_STEP")
+    assert not steps(load_model(tmp_path / "Llama", dtype=BF16, policy="batch_invariant"))
 
 
 @pytest.mark.parametrize("pieces", [(1,), (3, 1, 1), (300, 1, 250), (255, 1, 1, 1)])

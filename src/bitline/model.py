@@ -55,7 +55,7 @@ def load_model(
     of what is not quantized; by default the checkpoint's own where the device is fast in it, see `skeleton.default_dtype`.
     policy: how kernels are chosen. progress: called with (tensors placed, tensors in all). native_step: on a CPU, whether native
     code may do what lies between the linear layers when the model makes one token in bfloat16 (`step.py`); by default unless
-    `$BITLINE_NO_STEP` is set.
+    `$BITLINE_NO_STEP` is set or the policy asks for results that do not depend on the number of rows.
 
     The model is built without memory for its weights, then filled a layer at a time: peak memory is the packed model
     plus about one layer. Every parameter comes from the checkpoint: one that is missing, or a quantized layer that has
@@ -70,7 +70,9 @@ def load_model(
     dtype = dtype or default_dtype(checkpoint, platform)
     with _one_at_a_time:
         model = _load(checkpoint, device, dtype, policy, progress)
-    if device.type == "cpu" and dtype == torch.bfloat16 and (not env.no_step() if native_step is None else native_step):
+    if native_step is None:
+        native_step = not env.no_step() and not Policy.of(policy).batch_invariant
+    if native_step and device.type == "cpu" and dtype == torch.bfloat16:
         step.install(model)
     return model
 
