@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-SPILLED = {("gfx1201", "fp8 M=64"): 24, ("gfx1201", "fp8 M=256"): 308, ("sm_80", "3 bits zero M=64"): 48}  # bytes a thread
+SPILLED = {("sm_80", "3 bits zero M=64"): 48}  # bytes a thread
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1100", "gfx1201"])

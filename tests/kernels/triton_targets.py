@@ -153,10 +153,10 @@ def compile_all(name):
     for act, width in INPUTS:
         constants = {"R": rounding(act, True, True), "TINY": 1e-7, "GROUP": width, "TILE": max(1, 2048 // width), "num_warps": 4}
         yield f"{act} read back", compiled(fake_quantize_device.fake_quantize_kernel, table, constants, target)
-    yield from scaled_mm(name, target)
+    yield from scaled_mm(name, target, machine)
 
 
-def scaled_mm(name, target):
+def scaled_mm(name, target, machine):
     """int8 everywhere, FP8 where there are instructions for it; the tiles of one row, of some and of many."""
     device = scaled_mm_device
     kinds = {"int8": ("*i8", 0, True)} | ({"fp8": ("*fp8e4nv", 128, False)} if name in ("sm_90", "sm_120", "gfx1201") else {})
@@ -164,7 +164,7 @@ def scaled_mm(name, target):
         table = {"a_ptr": codes, "b_ptr": codes, "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "a_zero_ptr": "*i32",
                  "colsum_ptr": "*i32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}  # fmt: skip
         for m in (1, 64, 256):
-            bm, bn, bk, slices, warps, stages = tile_of_scaled_mm(m, 4096, 128)
+            bm, bn, bk, slices, warps, stages = tile_of_scaled_mm(m, 4096, 128, amd=not machine.nvidia)
             constants = {
                 "A_TOKEN": True, "BLOCK_N": max(block, 1), "BLOCK_K": block, "GROUP": max(block, 1), "HAS_ZERO": zero,
                 "HAS_BIAS": False, "EVEN": True, "UPCAST": False, "SLICES": slices, "BM": bm, "BN": bn, "BK": bk,
