@@ -8,7 +8,8 @@ float32 with the dequantized weights: they may be twice as far from them as bf16
 
 `step_ms`: a greedy step (forward, largest logit, next token) replayed as a graph, the median of rounds. `linear_ms`: the linear
 layers alone, in the model's order, as a graph. `limit_ms`: the sum over the linear layers of bytes / 4.35 TB/s + 2 us, the read
-bandwidth and ramp-up measured on an H200; `bytes_ms` the same without the 2 us. `eager_ms`: a step without a graph.
+bandwidth and ramp-up measured on an H200; `bytes_ms` the same without the 2 us. `eager_ms`: a step without a graph. With
+--compile the step is compiled before it is captured, as transformers' own `generate` does it with a static cache.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ def llama(sizes: dict[str, Any], device: str) -> Any:
 
 
 class Decoder:
-    """Greedy decoding from a prompt int64 [B, T] with a static cache of `length` columns; a step is a graph on a GPU."""
+    """Greedy decoding from a prompt int64 [B, T] with a static cache of `length` columns; `forward` does the steps."""
 
-    def __init__(self, model: Any, prompt: Tensor, length: int) -> None:
+    def __init__(self, model: Any, prompt: Tensor, length: int, forward: Any = None) -> None:
         from transformers import StaticCache
 
-        self.model, self.start, self.length = model, prompt.shape[1], length
+        self.forward, self.start, self.length = model if forward is None else forward, prompt.shape[1], length
         self.cache = StaticCache(config=model.config, max_cache_len=length)
         self.columns = torch.arange(length, device=prompt.device).expand(prompt.shape[0], 1, 1, length)
         self.position = torch.full((1, 1), self.start, device=prompt.device)
@@ -68,7 +69,7 @@ class Decoder:
 
     def step(self) -> None:
         """Forward, the largest logit, the next token: no word from the host, so that it can be captured."""
-        out = self.model(
+        out = self.forward(
             input_ids=self.token, position_ids=self.position, attention_mask=self.columns <= self.position,
             past_key_values=self.cache, use_cache=True,
         )  # fmt: skip
@@ -139,12 +140,16 @@ def layer_bytes(module: Any, batch: int) -> int:
     return int(weight + 2 * batch * (n + k))
 
 
-def timings(model: Any, batch: int, prompt: int, length: int, rounds: int, eager_steps: int) -> dict[str, Any]:
+def timings(
+    model: Any, batch: int, prompt: int, length: int, rounds: int, eager_steps: int, backend: str = ""
+) -> dict[str, Any]:  # fmt: skip
     """Milliseconds of a step, of its linear layers, and what they are compared with."""
     device = model.model.embed_tokens.weight.device
     layers = linears(model)
     torch.manual_seed(1)
-    decoder = Decoder(model, torch.randint(2, model.config.vocab_size, (batch, prompt), device=device), length)
+    ids = torch.randint(2, model.config.vocab_size, (batch, prompt), device=device)
+    torch._dynamo.reset()
+    decoder = Decoder(model, ids, length, torch.compile(model, backend=backend) if backend else None)
     decoder.step()  # compiles
     eager = timed(lambda: [decoder.step() for _ in range(eager_steps)], device) / eager_steps
     decoder.rewind()
@@ -226,17 +231,18 @@ def quantize(model: Any, scheme: str, group: int) -> tuple[Modules, Modules, Any
 def measure(
     sizes: dict[str, Any], device: str, *, batches: tuple[int, ...] = (1, 16), prompt: int = 128, length: int = 256,
     rounds: int = 5, eager_steps: int = 10, group: int = 128, profile: bool = False,
+    backend: str = "", head: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """All of it; see the module."""
+    """All of it; see the module. head: time the model with its head quantized too."""
     started = time.perf_counter()
     note = lambda what: print(f"{time.perf_counter() - started:6.1f} s", what, flush=True)
     model = llama(sizes, device)
     note("model made")
-    report: dict[str, Any] = {"sizes": sizes, "scheme": f"W4A16 g{group}", "runs": [], "agreement": []}
+    report: dict[str, Any] = {"sizes": sizes, "scheme": f"W4A16 g{group}", "compiled": backend, "runs": [], "agreement": []}
 
     def run(name: str) -> None:
         for batch in batches:
-            row = {"model": name, **timings(model, batch, prompt, length, rounds, eager_steps)}
+            row = {"model": name, **timings(model, batch, prompt, length, rounds, eager_steps, backend)}
             report["runs"].append(row)
             note(row)
 
@@ -250,8 +256,9 @@ def measure(
     swap(model, {**quantized, "lm_head": dense["lm_head"]})
     report["kernels"] = sorted({row.choice.best.name for row in plan(model)})
     run("W4A16, head in bf16")
-    swap(model, quantized)
-    run("W4A16, head too")
+    if head:
+        swap(model, quantized)
+        run("W4A16, head too")
     if profile:  # last, since the profiler leaves its hooks behind
         report["profile"] = [kernel_times(model, batch, prompt, length) for batch in batches]
     return report
@@ -263,13 +270,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
     parser.add_argument("--batches", default="1,16")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", default="", help="a backend of torch.compile for the step, inductor say (minutes)")
+    parser.add_argument("--plain-head", action="store_true", help="the model with its head in bf16 alone")
     parser.add_argument("--profile", action="store_true", help="each kernel's share of a step, by torch's profiler")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sizes = {**LLAMA_8B, "num_hidden_layers": options.layers}
     report = {"machine": machine(options.device)}
     batches = tuple(map(int, options.batches.split(",")))
-    report |= measure(sizes, options.device, batches=batches, rounds=options.rounds, profile=options.profile)
+    chosen = {"rounds": options.rounds, "profile": options.profile, "backend": options.compile, "head": not options.plain_head}
+    report |= measure(sizes, options.device, batches=batches, **chosen)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
