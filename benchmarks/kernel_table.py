@@ -53,7 +53,8 @@ checkpoint and a platform which of them runs each layer, and why the others do n
 
 A kernel that is *interpreted* runs under Triton's interpreter against the reference; one that is *compiled* is compiled ahead
 of time for the architectures that its test names, without being run. Tests marked with an H200 are run on one by hand, with
-`python -m pytest tests/gpu -m gpu`.
+`python -m pytest tests/gpu -m gpu`. Where a kernel is offered and *not tried*, the same source runs by torch's or Triton's own
+support of that platform, and no test of ours has seen it there.
 """
 
 
@@ -74,6 +75,9 @@ def page(proofs: dict[str, list[tuple[str, str, str]]]) -> str:
         if entry.source != "bitline":
             continue
         proof = "; ".join(f"{platform}: [{how}](../{test.split('::')[0]})" for platform, how, test in proofs[entry.name])
+        tried = {platform for platform, _, _ in proofs[entry.name]}
+        if left := [platform for platform in entry.kernel.platforms if platform not in tried]:
+            proof += f"; not tried: {', '.join(left)}"
         offered = ", ".join(entry.kernel.platforms)
         rows.append(f"| `{entry.name}` | {entry.kernel.backend} | {offered} | {schemes(entry.kernel)} | {proof} |")
     return HEAD + "\n" + "\n".join(rows) + "\n"

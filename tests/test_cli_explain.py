@@ -99,7 +99,7 @@ def test_the_json_of_doctor_has_the_documented_keys():
     made = doctor.doctor_report()
     assert keys(made) - {f"native.{k}" for k in made["native"]} == documented("doctor")
     assert json.loads(json.dumps(main._plain(made), allow_nan=False))["devices"][0]["memory"] > 1 << 28
-    assert {p["package"] for p in made["packages"]} == set(PACKAGES.values())
+    assert {p["package"] for p in made["packages"]} == {p.distribution for p in PACKAGES.values()}
 
 
 def test_totals_are_the_sum_of_the_layers():
@@ -196,8 +196,7 @@ def test_a_checkpoint_without_quantized_layers(tmp_path):
 
 
 def test_every_package_says_what_it_adds_and_how_to_get_it():
-    assert set(packages.KNOWN) == set(PACKAGES)
-    assert all(p.adds and p.install for p in packages.KNOWN.values())
+    assert all(p.distribution and p.adds and p.install for p in PACKAGES.values())
 
 
 @pytest.mark.parametrize("width", [80, 120])

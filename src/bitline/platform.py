@@ -21,19 +21,42 @@ from bitline.errors import PlatformError
 
 Vendor = Literal["cpu", "cuda", "rocm", "xpu"]
 
-# Optional packages that some kernel adapts; import name -> distribution name.
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package that some kernel needs: its distribution's name, what it adds, and how it is installed."""
+
+    distribution: str
+    adds: str
+    install: str
+
+
+# By import name.
 PACKAGES = {
-    "triton": "triton",
-    "zentorch": "zentorch",
-    "auto_round_kernel": "auto-round-lib",
-    "flashinfer": "flashinfer-python",
-    "deep_gemm": "deep-gemm",
-    "mslk": "mslk-cuda",
-    "fbgemm_gpu": "fbgemm-gpu-genai",
-    "aiter": "amd-aiter",
-    "humming": "humming-kernels",
-    "vllm_xpu_kernels": "vllm-xpu-kernels",
-}
+    "triton": Package("triton", "portable GPU kernels for every vendor", "pip install triton (comes with a GPU build of torch)"),
+    "zentorch": Package("zentorch", "AMD Zen CPU kernels", "pip install zentorch, in the version for this torch"),
+    "auto_round_kernel": Package("auto-round-lib", "AutoRound's CPU and XPU kernels", "pip install auto-round-lib"),
+    "flashinfer": Package(
+        "flashinfer-python", "FP4 and FP8 kernels for NVIDIA Hopper and Blackwell", "pip install flashinfer-python"
+    ),
+    "deep_gemm": Package(
+        "deep-gemm", "block FP8 for NVIDIA Hopper",
+        "pip install git+https://github.com/deepseek-ai/DeepGEMM (PyPI's deep-gemm is an early version)",
+    ),
+    "mslk": Package(
+        "mslk-cuda", "NVFP4 kernels of FBGEMM's successor for NVIDIA Blackwell",
+        "pip install mslk-cuda, in the version for this torch (PyPI's mslk is an empty placeholder)",
+    ),
+    "fbgemm_gpu": Package(
+        "fbgemm-gpu-genai", "NVFP4 kernels of FBGEMM for NVIDIA Blackwell",
+        "pip install fbgemm-gpu-genai, in the version for this torch",
+    ),
+    "aiter": Package(
+        "amd-aiter", "int8 kernels for AMD Instinct", "pip install amd-aiter, or build it from AITER's repository, for your ROCm"
+    ),
+    "humming": Package("humming-kernels", "weight-only, FP8 and int8 kernels for NVIDIA GPUs", "pip install humming-kernels"),
+    "vllm_xpu_kernels": Package("vllm-xpu-kernels", "int4, FP8 and MXFP8 kernels for Intel GPUs", "pip install vllm-xpu-kernels"),
+}  # fmt: skip
 
 CPU_FEATURES = (
     "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_vbmi", "amx", "zen", "neon", "dotprod", "i8mm", "bf16", "sve",
@@ -236,10 +259,10 @@ def _machine() -> str:
 def installed_packages() -> dict[str, str]:
     """Optional packages that can be imported here, import name -> version. None of them is imported."""
     found = {}
-    for name, distribution in PACKAGES.items():
+    for name, package in PACKAGES.items():
         if importlib.util.find_spec(name) is not None:
             try:
-                found[name] = importlib.metadata.version(distribution)
+                found[name] = importlib.metadata.version(package.distribution)
             except importlib.metadata.PackageNotFoundError:
                 found[name] = "unknown version"
     return found

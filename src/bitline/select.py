@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import math
@@ -227,7 +226,7 @@ def choose(
         platform = Platform.parse(platform)
     policy = Policy.of(policy)
     entries = registry.entries() if kernels is None else tuple(kernels)
-    _check_names(policy, entries)
+    check_names(policy, entries)
     candidates = [_judge(entry, spec, platform, policy) for entry in entries]
     settled = any(c.verdict and not c.loose and not c.kernel.emulates for c in candidates)
     stands_in = lambda c: c.kernel.emulates and platform.vendor != "cpu"  # on a CPU it may be the fastest for many rows
@@ -268,18 +267,15 @@ def _is_wanted(candidate: Candidate, policy: Policy) -> bool:
     return candidate.backend == policy.backend
 
 
-def _check_names(policy: Policy, entries: Sequence[registry.Entry]) -> None:
+def check_names(policy: Policy, entries: Sequence[registry.Entry] = ()) -> None:
     """Unknown names are errors; those of registered kernels are known, also where the caller asks about some of them alone."""
     entries = (*entries, *registry.entries())
     names = {e.name for e in entries}
-    unknown = sorted(({policy.kernel} - {"auto"} - names) | (policy.disabled - names))
-    if unknown:
-        near = dict.fromkeys(n for u in unknown for n in difflib.get_close_matches(u, names, n=3, cutoff=0.0))
-        raise NoKernelError("the policy names kernels that are not registered", found=", ".join(unknown),
-                            expected=f"{', '.join(near)}, ...", fix="docs/kernels.md lists them all")  # fmt: skip
+    if unknown := ({policy.kernel} - {"auto"} - names) | (policy.disabled - names):
+        raise registry.unknown_kernels(unknown, names)
     backends = {e.kernel.backend for e in entries}
     if policy.backend not in backends | {"auto"}:
-        raise NoKernelError("the policy names a backend that no kernel has", found=policy.backend,
+        raise NoKernelError("not registered as a kernel's backend: no kernel has it", found=policy.backend,
                             expected=", ".join(("auto", "cpu", *sorted(backends))))  # fmt: skip
 
 

@@ -140,6 +140,13 @@ def test_marlins_names(kernel, spec):
                                        scale2_block=spec.scale2_block and (24, 96))], "cuda:sm80")  # fmt: skip
 
 
+def test_marlins_nvfp4_says_once_that_it_computes_in_16_bits(caplog):
+    marlin._warn.cache_clear()
+    for _ in range(2):
+        marlin.MarlinNvFp4LinearKernel.pack(random_weight(NV4))
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "16-bit inputs" in caplog.text
+
+
 def test_packed_size():
     n, k = 64, 4096
     for spec, most in ((MX4, 4.25), (NV4, 4.5), (FP8, 8)):

@@ -20,7 +20,6 @@ from rich.text import Text
 
 from bitline import __version__, checkpoint, env, native
 from bitline.cli.main import out
-from bitline.cli.packages import KNOWN
 from bitline.cli.render import at_commas, facts, hanging, put, rate, size, table
 from bitline.cli.scheme import scheme_text
 from bitline.kernels import registry
@@ -55,7 +54,8 @@ def doctor_report() -> dict[str, Any]:
         "compilers": {kind: _compiler(names) for kind, names in _COMPILERS.items()},
         "native": _guarded({"available": False}, native.report),
         "devices": [_guarded({"device": d}, functools.partial(_device, d)) for d in devices],
-        "packages": [_guarded({"package": PACKAGES[p]}, functools.partial(_package, p, found, devices)) for p in PACKAGES],
+        "packages": [_guarded({"package": k.distribution}, functools.partial(_package, p, found, devices))
+                     for p, k in PACKAGES.items()],
         "plugin_failures": _plugin_failures(),
         "environment": [{"name": v.name, "effect": v.effect, "argument": v.argument, "value": env.environment().get(v.name)}
                         for v in env.VARIABLES],
@@ -84,8 +84,8 @@ def _package(name: str, found: dict[str, str], devices: list[str]) -> dict[str, 
                             (where.packages - {name}, where.packages | {name}))  # fmt: skip
         kernels |= {e.name for e in registry.entries() if where.vendor in e.platforms
                     and e.kernel.is_supported(with_it) and not e.kernel.is_supported(without)}  # fmt: skip
-    known = KNOWN[name]
-    return {"package": PACKAGES[name], "installed": found.get(name), "adds": known.adds, "install": known.install,
+    known = PACKAGES[name]
+    return {"package": known.distribution, "installed": found.get(name), "adds": known.adds, "install": known.install,
             "kernels_here": sorted(kernels)}  # fmt: skip
 
 

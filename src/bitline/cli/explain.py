@@ -18,7 +18,7 @@ from bitline.cli.options import dtype_of
 from bitline.cli.render import layer_names
 from bitline.cli.scheme import scheme_text
 from bitline.errors import InputError
-from bitline.platform import Platform
+from bitline.platform import PACKAGES, Platform
 from bitline.select import Choice, Policy, choose
 from bitline.skeleton import default_dtype
 from bitline.types import LinearSpec, dtype_name
@@ -102,7 +102,7 @@ def _if_installed(plans: list[dict[str, Any]], parts: list[Parts], where: Platfo
         taken = [p for p in other if p["kernel"] not in {q["kernel"] for q in plans if q["example"] == p["example"]}]
         if taken:
             found.append({
-                "package": packages.PACKAGES[package], "install": packages.KNOWN[package].install,
+                "package": PACKAGES[package].distribution, "install": PACKAGES[package].install,
                 "kernels": sorted({p["kernel"] for p in taken}),
                 "layers": sum({p["example"]: p["layers"] for p in taken}.values()),
                 "totals": _totals(other), "now": now,

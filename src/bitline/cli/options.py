@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +9,8 @@ import torch
 import typer
 
 from bitline.errors import BitlineError
-from bitline.kernels import registry
 from bitline.platform import Platform, as_device
-from bitline.select import Policy
+from bitline.select import Policy, check_names
 
 _DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -45,28 +42,19 @@ def policy_of(
     kernel: str | None, backend: str | None, strict: bool, words: str | None = None, disable: str | None = None, **more: Any
 ) -> Policy:
     """The policy of the command's options over the environment's."""
-    names = [entry.name for entry in registry.entries()]
-    off = [name for part in (disable or "").split(",") if (name := part.strip())]
-    for option, given in (("--kernel", [kernel] if kernel not in (None, "auto") else []), ("--disable", off)):
-        _known(option, given, names)
-    _known(
-        "--backend", [backend] if backend is not None else [], ["auto", "cpu", *(e.kernel.backend for e in registry.entries())]
-    )
+    off = frozenset(name for part in (disable or "").split(",") if (name := part.strip()))
+    for option, given in (("--kernel", Policy(kernel or "auto")), ("--backend", Policy(backend=backend or "auto")),
+                          ("--disable", Policy(disabled=off))):  # fmt: skip
+        try:
+            check_names(given)
+        except BitlineError as error:
+            raise _wrong(option, str(error)) from error
     try:
         base = Policy.of(words)
     except BitlineError as error:
         raise _wrong("--policy", str(error)) from error
     base = replace(base, kernel=kernel or base.kernel, backend=backend or base.backend)
-    return replace(base, strict=strict, disabled=base.disabled | set(off), **more)
-
-
-def _known(option: str, given: Iterable[str], names: Iterable[str]) -> None:
-    known = list(dict.fromkeys(names))
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=4, cutoff=0.4)
-            every = f"it is one of {', '.join(known)}" if option == "--backend" else "docs/kernels.md lists them"
-            raise _wrong(option, f"{name!r} is not registered; " + (f"near are {', '.join(near)}; " if near else "") + every)
+    return replace(base, strict=strict, disabled=base.disabled | off, **more)
 
 
 def _wrong(option: str, message: str) -> Exception:

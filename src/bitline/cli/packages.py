@@ -1,37 +1,14 @@
-"""Optional packages: what each would add, how to get it, and what it would change for a layer."""
+"""What an optional package would change for a layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
 from bitline.platform import PACKAGES, Platform
 from bitline.select import Candidate, Choice
 from bitline.types import LinearSpec, Verdict
-
-
-@dataclass(frozen=True)
-class Package:
-    """What it adds, and the line that installs it."""
-
-    adds: str
-    install: str
-
-
-# By import name, as platform.PACKAGES.
-KNOWN = {
-    "triton": Package("portable GPU kernels for every vendor", "pip install triton (comes with a GPU build of torch)"),
-    "zentorch": Package("AMD Zen CPU kernels", "pip install zentorch, in the version for this torch"),
-    "auto_round_kernel": Package("AutoRound's CPU and XPU kernels", "pip install auto-round-lib"),
-    "flashinfer": Package("FP4 and FP8 kernels for NVIDIA Hopper and Blackwell", "pip install flashinfer-python"),
-    "deep_gemm": Package("block FP8 for NVIDIA Hopper", "pip install git+https://github.com/deepseek-ai/DeepGEMM"),
-    "mslk": Package("NVFP4 kernels of FBGEMM's successor for NVIDIA Blackwell", "pip install mslk-cuda"),
-    "fbgemm_gpu": Package("NVFP4 kernels of FBGEMM for NVIDIA Blackwell", "pip install fbgemm-gpu-genai"),
-    "aiter": Package("int8 kernels for AMD Instinct", "build AITER from its repository, for your ROCm"),
-    "humming": Package("weight-only, FP8 and int8 kernels for NVIDIA GPUs", "pip install humming-kernels"),
-    "vllm_xpu_kernels": Package("int4, FP8 and MXFP8 kernels for Intel GPUs", "pip install vllm-xpu-kernels"),
-}
 
 
 def kind(candidate: Candidate, choice: Choice) -> str:

@@ -6,6 +6,8 @@ The Hopper kernel does the job where it runs and takes the layer, the portable T
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -18,6 +20,8 @@ from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.platform import Platform
 from bitline.types import LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
+
+log = logging.getLogger("bitline")
 
 
 class _Marlin(Kernel):
@@ -68,10 +72,21 @@ class _Marlin(Kernel):
 
 
 class MarlinNvFp4LinearKernel(_Marlin):
-    """NVFP4 weights with 16-bit inputs."""
+    """NVFP4 weights with 16-bit inputs; a warning says so once."""
 
     families = ("nvfp4",)
     weight, columns, scales = "float4_e2m1", 16, torch.float8_e4m3fn
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """See `_Marlin.pack`."""
+        _warn()
+        return super().pack(weight)
+
+
+@functools.cache
+def _warn() -> None:
+    log.warning("MarlinNvFp4LinearKernel multiplies NVFP4 weights with 16-bit inputs: FP4 units, if there are any, are not used")
 
 
 class MarlinMxFp4LinearKernel(_Marlin):

@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from bitline.errors import NoKernelError
@@ -197,7 +197,13 @@ def kernel_by_name(name: str) -> type[Kernel]:
     """The class of a registered kernel; an unknown name is a NoKernelError that says the nearest ones."""
     load()
     if name not in _entries:
-        near = difflib.get_close_matches(name, _entries, n=5, cutoff=0.0)
-        raise NoKernelError("no kernel of this name is registered", found=name, expected=", ".join(near) + ", ...",
-                            fix="docs/kernels.md lists them all")  # fmt: skip
+        raise unknown_kernels([name], _entries)
     return _entries[name].kernel
+
+
+def unknown_kernels(names: Iterable[str], known: Iterable[str]) -> NoKernelError:
+    """The error of names that no kernel has; it says the nearest of those that are known."""
+    found, known = sorted(names), list(known)
+    near = dict.fromkeys(n for name in found for n in difflib.get_close_matches(name, known, n=3, cutoff=0.0))
+    return NoKernelError("not registered as a kernel", found=", ".join(found), expected=f"{', '.join(near)}, ...",
+                         fix="docs/kernels.md lists them all")  # fmt: skip

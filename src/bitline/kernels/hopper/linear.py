@@ -15,6 +15,7 @@ from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.hopper import layout
 from bitline.kernels.hopper.launch import prepare, run
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
+from bitline.kernels.providers.common import installed
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -40,11 +41,10 @@ class GluonHopperLinearKernel(Kernel):
             return no(
                 f"the device code is for sm90's wgmma and TMA; this is {platform.arch or platform.vendor}", "an H100 or H200"
             )
-        if "triton" not in platform.packages:
-            return no("the package triton is not installed", "pip install triton")
         if platform.interpreted:
             return no("Triton's interpreter cannot run Gluon")
-        return _version()
+        there = installed(platform, "triton")
+        return _version() if there else there
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:

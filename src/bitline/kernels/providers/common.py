@@ -6,8 +6,16 @@ from bitline.platform import PACKAGES, Platform
 from bitline.types import YES, Verdict, no
 
 
-def installed(platform: Platform, package: str, note: str = "") -> Verdict:
+def installed(platform: Platform, package: str) -> Verdict:
     """Is the package, by its import name, there; a refusal says what to install."""
     if package in platform.packages:
         return YES
-    return no(f"the package {PACKAGES[package]} is not installed", f"pip install {PACKAGES[package]}{note}")
+    return no(f"the package {PACKAGES[package].distribution} is not installed", PACKAGES[package].install)
+
+
+def triton(platform: Platform) -> Verdict:
+    """Triton, and a GPU, or its interpreter on a CPU."""
+    found = installed(platform, "triton")
+    if found and platform.vendor == "cpu" and not platform.interpreted:
+        return no("Triton has no compiler for CPUs; only its interpreter runs here", "TRITON_INTERPRET=1, for tests")
+    return found

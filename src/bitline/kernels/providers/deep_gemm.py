@@ -14,19 +14,19 @@ from bitline.errors import InputError
 from bitline.kernels.base import Packed, roofline
 from bitline.kernels.providers.common import installed
 from bitline.kernels.torch_fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel, quantize_rows
-from bitline.platform import Platform, installed_packages
+from bitline.platform import PACKAGES, Platform, installed_packages
 from bitline.types import LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
 _FEW = 32
-_SOURCE = "pip install git+https://github.com/deepseek-ai/DeepGEMM (PyPI's deep-gemm is an early version)"
 
 
 @functools.cache
 def _deep_gemm() -> Any:
     found = getattr(importlib.import_module("deep_gemm"), "fp8_gemm_nt", None)
     if found is None:
-        raise InputError("this version of the package deep_gemm is too old", found="no fp8_gemm_nt in it", fix=_SOURCE)
+        raise InputError("this version of the package deep_gemm is too old", found="no fp8_gemm_nt in it",
+                         fix=PACKAGES["deep_gemm"].install)  # fmt: skip
     return found
 
 
@@ -45,8 +45,7 @@ class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
         """Hopper: on Blackwell the package rounds scales to powers of two, which is not what the layer says."""
         if platform.capability != 90:
             return no(f"float32 scales are for Hopper; this is {platform.arch or platform.vendor}", "cuda:sm90")
-        found = installed(platform, "deep_gemm")
-        return found if found else no(found.reason, _SOURCE)
+        return installed(platform, "deep_gemm")
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:

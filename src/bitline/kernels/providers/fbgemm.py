@@ -12,10 +12,8 @@ from torch import Tensor
 
 from bitline.kernels.base import Packed
 from bitline.kernels.microscale import NVFP4, MicroscaledKernel, swizzle
-from bitline.platform import Platform
+from bitline.platform import PACKAGES, Platform
 from bitline.types import YES, Verdict, no
-
-_INSTALL = "pip install mslk-cuda, or fbgemm-gpu-genai, in the version for this torch (PyPI's mslk is an empty placeholder)"
 
 
 @functools.cache
@@ -43,8 +41,9 @@ class FbgemmNvFp4LinearKernel(MicroscaledKernel):
         """Blackwell's sm100 and sm103, and one of the two packages."""
         if platform.capability not in (100, 103):
             return no(f"FBGEMM's FP4 kernels are for sm100 and sm103; this is {platform.arch or platform.vendor}", "cuda:sm100")
+        either = [PACKAGES[name].install for name in ("mslk", "fbgemm_gpu")]
         if not platform.packages & {"mslk", "fbgemm_gpu"}:
-            return no("neither of the packages mslk-cuda and fbgemm-gpu-genai is installed", _INSTALL)
+            return no("neither of the packages mslk-cuda and fbgemm-gpu-genai is installed", " or ".join(either))
         return YES
 
     @classmethod

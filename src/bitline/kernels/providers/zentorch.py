@@ -16,6 +16,7 @@ from bitline.errors import InputError
 from bitline.kernels import cpu_costs
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
+from bitline.kernels.providers.common import installed
 from bitline.kernels.torch_int8_cpu import one_scale_a_row
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
@@ -36,11 +37,10 @@ def _ops() -> Any:
 
 
 def _supported(platform: Platform) -> Verdict:
-    if "zentorch" not in platform.packages:
-        return no("the package zentorch is not installed", "pip install zentorch, in the version for this torch")
-    if "zen" not in platform.features:
+    there = installed(platform, "zentorch")
+    if there and "zen" not in platform.features:
         return no("zentorch is for AMD Zen CPUs", "cpu:zen")
-    return YES
+    return there
 
 
 class ZentorchWNA16LinearKernel(Kernel):

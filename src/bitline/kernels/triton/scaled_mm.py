@@ -13,6 +13,7 @@ from torch import Tensor
 from bitline import env
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
+from bitline.kernels.providers import common
 from bitline.kernels.triton.quantize import groups_of, rows_of
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
@@ -34,11 +35,8 @@ class _TritonScaledMM(Kernel):
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
         """Triton, and a GPU with matrix instructions for these codes, or its interpreter on a CPU."""
-        if "triton" not in platform.packages:
-            return no("the package triton is not installed", "pip install triton")
-        if platform.vendor == "cpu" and not platform.interpreted:
-            return no("Triton has no compiler for CPUs; only its interpreter runs here", "TRITON_INTERPRET=1, for tests")
-        return cls._units(platform)
+        there = common.triton(platform)
+        return cls._units(platform) if there else there
 
     @classmethod
     def _units(cls, platform: Platform) -> Verdict:

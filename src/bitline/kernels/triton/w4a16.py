@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bitline.kernels.base import Kernel, Packed, matmul_rate
+from bitline.kernels.providers import common
 from bitline.kernels.triton import layout
 from bitline.kernels.triton.launch import run
 from bitline.kernels.triton.tiles import fused_limit
@@ -29,13 +30,9 @@ class TritonWeightOnlyKernel(Kernel):
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
         """Triton, and a device for it: NVIDIA from sm75, AMD, Intel, or its interpreter on a CPU."""
-        if "triton" not in platform.packages:
-            return no("the package triton is not installed", "pip install triton")
-        if platform.vendor == "cpu" and not platform.interpreted:
-            return no("Triton has no compiler for CPUs; only its interpreter runs here", "TRITON_INTERPRET=1, for tests")
         if platform.vendor == "cuda" and platform.capability < 75:
             return no(f"{platform.arch} is older than Triton supports", "sm75 or newer")
-        return YES
+        return common.triton(platform)
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
