@@ -43,7 +43,7 @@ def transformers_engine(path: str) -> tuple[Run, dict[str, Any]]:
     """The same values, dequantized to bf16 layer by layer, in torch's linear layers, with `model.generate`."""
     from bitline.model import load_model, quant_linears
 
-    model = load_model(path, dtype=torch.bfloat16)
+    model = load_model(path, dtype=torch.bfloat16, native_step=False)
     checkpoint = model.bitline_checkpoint
     for name, layer in list(quant_linears(model)):
         dense = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")

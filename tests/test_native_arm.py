@@ -1,6 +1,5 @@
-"""The native core's portable level on an ARM CPU: built by zig's compiler, run by qemu, both where they are installed.
-
-`pip install ziglang` and Debian's qemu-user. What it computes must be what this machine computes.
+"""The native core's portable level on an ARM CPU: built by zig's compiler (requirements-dev.txt), run by qemu where that is
+installed (Debian's qemu-user). What it computes must be what this machine computes.
 """
 
 import os
