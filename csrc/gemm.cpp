@@ -22,6 +22,7 @@ __thread Scratch shared_part, own_part;  // a call's input as all its threads se
 size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 
 constexpr int64_t kMostRows = 1024;     // rows of one pass
+constexpr int64_t kPieceBytes = 1 << 19;  // of a prepared input
 constexpr int64_t kSerialWords = 1 << 15;  // an input up to this many words is prepared by the calling thread
 
 Mode mode_of(const Meta& w, int dtype, const GemmTable& t) {
@@ -57,10 +58,14 @@ int64_t parts_of(int64_t blocks, int64_t rows) {
   return best;
 }
 
-// Pieces of the tiles, so that a product with few blocks has enough parts.
-int64_t pieces_of(int64_t parts, int64_t tiles) {
+// Pieces of the tiles: so that a product with few blocks has enough parts, and so that a piece of the input stays in a core's
+// second-level cache while the blocks go by, where these are decoded for each tile anyway (1000 x 4304 at M=1024: 10.57 ms, 10.20).
+int64_t pieces_of(const Call& c, int64_t parts, int64_t tiles) {
   const int64_t wanted = (16 * threads() + parts - 1) / parts, most = tiles / 4;
-  return most < 2 || wanted < 2 ? 1 : wanted < most ? wanted : most;
+  const int64_t pieces = most < 2 || wanted < 2 ? 1 : wanted < most ? wanted : most;
+  if (c.wide || c.mode == kI8Mode) return pieces;
+  const int64_t fitting = (c.m * c.words * 4 + kPieceBytes - 1) / kPieceBytes;
+  return pieces > fitting ? pieces : fitting < tiles ? fitting : tiles;
 }
 
 // One plain row is multiplied as it is where the packed columns are the input's.
@@ -114,7 +119,7 @@ int pass(Call& c, const GemmTable& t) {
     }
   }
   if (failed) return -2;
-  const int64_t blocks = blocks_of(w), parts = parts_of(blocks, rows), pieces = pieces_of(parts, tiles);
+  const int64_t blocks = blocks_of(w), parts = parts_of(blocks, rows), pieces = pieces_of(c, parts, tiles);
   const size_t own = kPanelBytes + size_t(c.wide ? c.m : 0) * kRows * 4;
   parallel_for(pieces * parts, [&](int64_t task) {
     const int64_t part = task % parts, piece = task / parts;

@@ -68,6 +68,7 @@ template <class Mo, int BITS, int MR, int CHAINS> void narrow_tile(const Call& c
   __m512 total[MR][2], all[MR][2];
   UNROLL for (int m = 0; m < MR; m++) total[m][0] = total[m][1] = all[m][0] = all[m][1] = _mm512_setzero_ps();
   const int64_t steps = w.run / step, group_bytes = steps * 128 * C::vectors;
+  const int64_t left = w.map ? w.run : w.k - (w.groups - 1) * w.run, last_steps = (left + step - 1) / step;  // without its padding
   for (int64_t g = 0; g < w.groups; g++) {
     if (g % kGroups == 0 && g > 0)
       UNROLL for (int m = 0; m < MR; m++) UNROLL for (int i = 0; i < 2; i++)
@@ -78,7 +79,8 @@ template <class Mo, int BITS, int MR, int CHAINS> void narrow_tile(const Call& c
     for (; page < p + group_bytes; page += kPage) prefetch(page + kFar[0]), prefetch(page + kFar[1]);
     prefetch(scales.s + kStreamNear);
     if (offset) prefetch(scales.o + kStreamNear);
-    for (int64_t s = 0; s < steps; s++) {
+    const int64_t now = g + 1 < w.groups ? steps : last_steps;
+    for (int64_t s = 0; s < now; s++) {
       C c0, c1;
       c0.read(p), c1.read(p + 64);
       UNROLL for (int i = 0; i < C::vectors * 2; i++) prefetch(ahead.at + 64 * i);

@@ -137,19 +137,20 @@ float sum_of(const float* v, int64_t n) {
   return s[0];
 }
 
-// Words of a tile's rows, [row][words] to [word][rows].
-void interleave(const uint32_t* from, int64_t rows, int64_t words, int64_t stride, uint32_t* to) {
+// Words of a tile's rows, [row][words] and `stride` bytes apart, to [word][rows].
+void interleave(const uint8_t* from, int64_t rows, int64_t words, int64_t stride, uint32_t* to) {
+  const auto row = [&](int64_t r) { return from + r * stride; };
   int64_t i = 0;
   // Whole vectors are stored, what is behind a word's rows is overwritten by the next word; so the last words are left over.
   for (; i + 2 * kBlock <= words; i += kBlock) {
     Words x[kTile / kBlock + 1][kBlock];
-    for (int64_t r = 0; r < rows; ++r) x[r / kBlock][r % kBlock] = load(from + r * stride + i);
+    for (int64_t r = 0; r < rows; ++r) x[r / kBlock][r % kBlock] = load(reinterpret_cast<const uint32_t*>(row(r)) + i);
     for (int64_t r = 0; r < rows; r += kBlock) transpose_block(x[r / kBlock]);
     for (int64_t j = 0; j < kBlock; ++j)
       for (int64_t r = 0; r < rows; r += kBlock) store(to + (i + j) * rows + r, x[r / kBlock][j]);
   }
   for (; i < words; ++i)
-    for (int64_t r = 0; r < rows; ++r) to[i * rows + r] = from[r * stride + i];
+    for (int64_t r = 0; r < rows; ++r) memcpy(to + i * rows + r, row(r) + 4 * i, 4);
 }
 
 void prepare(const Call& c, int64_t tile, float* room) {
@@ -160,6 +161,7 @@ void prepare(const Call& c, int64_t tile, float* room) {
   int32_t* starts = const_cast<int32_t*>(c.starts) + first * w.groups;
   const bool int8 = c.mode == kI8Mode, sum = int8 || w.offset_type != kNone;
   const bool same = c.mode == kBF16Mode && w.act == kPlain && !w.map;  // the words are the input's own
+  const bool whole = same && w.k % 2 == 0 && rows > 1;                 // and none is of one number and padding
   float *wide = room, *tidy = room + w.kp;
   uint32_t* words = const_cast<uint32_t*>(c.xp) + first * c.words;
   uint32_t* rowwise = rows == 1 ? words : reinterpret_cast<uint32_t*>(room + 2 * w.kp);
@@ -175,7 +177,8 @@ void prepare(const Call& c, int64_t tile, float* room) {
       if (!finite) scale = __builtin_nanf("");
       const_cast<float*>(c.row_scale)[first + r] = scale;
     }
-    if (same) {
+    if (whole && !sum) continue;
+    if (same && !whole) {
       memcpy(out, x, size_t(w.k) * 2);
       memset(reinterpret_cast<uint8_t*>(out) + w.k * 2, 0, size_t(w.kp - w.k) * 2);
       if (!sum) continue;
@@ -200,7 +203,12 @@ void prepare(const Call& c, int64_t tile, float* room) {
       if (int8) starts[g * rows + r] = -int32_t(w.center) * int32_t(s);
     }
   }
-  if (rows > 1) interleave(rowwise, rows, c.words, c.words, words);
+  if (whole) {
+    interleave(static_cast<const uint8_t*>(c.x) + first * w.k * size, rows, w.k / 2, w.k * size, words);
+    memset(words + w.k / 2 * rows, 0, size_t((c.words - w.k / 2) * rows) * 4);
+  } else if (rows > 1) {
+    interleave(reinterpret_cast<const uint8_t*>(rowwise), rows, c.words, c.words * 4, words);
+  }
 }
 
 }  // namespace
