@@ -141,12 +141,16 @@ class FP8ScaledMMLinearLayerConfig:
 
 
 @dataclass(frozen=True)
-class NvFp4LinearLayerConfig:
-    """Two E2M1 codes a byte, E4M3 scales of 16 columns, one global scale. use_a16: the input keeps 16 bits."""
+class _Micro:
+    """The shape (N, K) is optional: elsewhere these configs lack it. use_a16: the input keeps 16 bits."""
 
     weight_shape: tuple[int, int] | None = None
     input_dtype: torch.dtype = torch.bfloat16
     use_a16: bool = False
+
+
+class NvFp4LinearLayerConfig(_Micro):
+    """Two E2M1 codes a byte, E4M3 scales of 16 columns, one global scale."""
 
     def to_spec(self) -> LinearSpec:
         """(1, 16) with a global scale; the input likewise, under its own static global scale."""
@@ -158,26 +162,16 @@ class NvFp4LinearLayerConfig:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class MxFp4LinearLayerConfig:
-    """Two E2M1 codes a byte, E8M0 scales of 32 columns. use_a16: the input keeps 16 bits."""
-
-    weight_shape: tuple[int, int] | None = None
-    input_dtype: torch.dtype = torch.bfloat16
-    use_a16: bool = False
+class MxFp4LinearLayerConfig(_Micro):
+    """Two E2M1 codes a byte, E8M0 scales of 32 columns."""
 
     def to_spec(self) -> LinearSpec:
         """(1, 32); the input likewise."""
         return _mx(self, types.float4_e2m1)
 
 
-@dataclass(frozen=True)
-class Mxfp8LinearLayerConfig:
-    """E4M3 codes, E8M0 scales of 32 columns. use_a16: the input keeps 16 bits."""
-
-    weight_shape: tuple[int, int] | None = None
-    input_dtype: torch.dtype = torch.bfloat16
-    use_a16: bool = False
+class Mxfp8LinearLayerConfig(_Micro):
+    """E4M3 codes, E8M0 scales of 32 columns."""
 
     def to_spec(self) -> LinearSpec:
         """(1, 32); the input likewise."""

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bitline import env
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
 from bitline.kernels.providers import common
+from bitline.kernels.triton.launch import interpreted
 from bitline.kernels.triton.quantize import groups_of, rows_of
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
@@ -187,9 +187,8 @@ def _launch(
     spec: LinearSpec, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     (m, k), n = q.shape, spec.n
-    interpreted = _interpreted()
     # The interpreter rounds to bfloat16 in its own way and multiplies small types as they are.
-    y = torch.empty(m, n, dtype=torch.float32 if interpreted else dtype, device=q.device)
+    y = torch.empty(m, n, dtype=torch.float32 if interpreted() else dtype, device=q.device)
     act = spec.act
     assert act is not None
     grouped = act.granularity == "group"
@@ -203,7 +202,7 @@ def _launch(
         off_n if grouped else 0, off_k if grouped else 0,
         A_TOKEN=x_scale.numel() > 1, BLOCK_N=block_n if grouped else 1, BLOCK_K=block_k if grouped else 0,
         GROUP=act.group_size if grouped else 1, HAS_ZERO=zero is not None, HAS_BIAS=bias is not None,
-        EVEN=k % (slices * bk) == 0, UPCAST=interpreted, SLICES=slices, BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
+        EVEN=k % (slices * bk) == 0, UPCAST=interpreted(), SLICES=slices, BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y.to(dtype)
 
@@ -214,7 +213,7 @@ def _tile(
     """(BM, BN, BK, slices, warps, stages). Few rows: narrow tiles and several slices of K, while the weight's bytes are what is
     waited for. hopper: the fastest of some thirty tiles, measured on an H200 for three layers and eight numbers of rows. amd:
     fewer columns in flight, so that waves of 32 keep block-scaled sums in their 256 registers (by compiling for gfx1201)."""
-    if _interpreted():
+    if interpreted():
         return 16, 32, bk, 1 + (m <= 16), 4, 1
     if hopper:
         return _hopper_tile(m, n, bk, kind)
@@ -250,8 +249,3 @@ def _device() -> Any:
     from bitline.kernels.triton import scaled_mm_device
 
     return scaled_mm_device
-
-
-@functools.cache
-def _interpreted() -> bool:
-    return env.triton_interpret()
