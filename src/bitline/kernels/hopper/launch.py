@@ -91,10 +91,12 @@ def _triton() -> Any:
     def shared(swizzle: int, width: int) -> Any:
         return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=width, rank=2)
 
+    utils = driver.active.utils
     return SimpleNamespace(
         decode=decode_device.decode, wide=wide_device.wide, Descriptor=TensorDescriptor,
         swizzled=shared(128, 16), plain32=shared(0, 32), plain16=shared(0, 16),
-        fill=driver.active.utils.fill_tma_descriptor, dtypes=TMA_DTYPE_DEVICE_TO_HOST,
+        fill=getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor,  # since 3.7, and before
+        dtypes=TMA_DTYPE_DEVICE_TO_HOST,
     )  # fmt: skip
 
 
@@ -139,13 +141,22 @@ class _Typed:
 
 
 class _Binary(NamedTuple):
-    """A compiled kernel: Triton's C launcher, the arguments that it takes between the stream and the kernel's own, of each tensor
-    map the swizzle, element size, type and box, and the maps of the weights that were seen, which all numbers of rows share."""
+    """A compiled kernel: Triton's C launcher, the arguments that it takes between the stream and the kernel's own, whether those
+    are one tuple, of each tensor map the swizzle, element size, type and box, and the maps of the weights that were seen, which
+    all numbers of rows share."""
 
     launch: Any
     head: tuple[Any, ...]
+    grouped: bool
     maps: tuple[tuple[Any, ...], ...]
     weights: dict[tuple[int, ...], tuple[Any, ...]]
+
+    def __call__(self, programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        """Launch."""
+        if self.grouped:
+            self.launch(programs, 1, 1, stream, *self.head, arguments)
+        else:
+            self.launch(programs, 1, 1, stream, *self.head, *arguments)
 
 
 _binaries: dict[tuple[Any, ...], _Binary] = {}
@@ -162,8 +173,13 @@ def _compile(
     launch = run.launch
     if launch.__class__.__name__ == "function":  # the wrapper that makes tensor maps from descriptors at every call
         launch = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
-    head = (binary.function, run.launch_cooperative_grid, run.launch_pdl, None, None, binary.packed_metadata, None, None, None)
-    return _Binary(launch, head, tuple(map(_form, getattr(binary.metadata, "tensordesc_meta", None) or ())), {})
+    first, metadata, none = (binary.function, run.launch_cooperative_grid, run.launch_pdl), binary.packed_metadata, (None, None)
+    grouped = hasattr(run, "kernel_signature")  # since Triton 3.7 one launcher serves all kernels
+    if grouped:
+        head = (*first, metadata, None, *none, *none, run.arg_annotations, run.kernel_signature)
+    else:
+        head = (*first, *none, metadata, None, *none)
+    return _Binary(launch, head, grouped, tuple(map(_form, getattr(binary.metadata, "tensordesc_meta", None) or ())), {})
 
 
 class _DecodePlan:
@@ -205,11 +221,11 @@ class _DecodePlan:
                 return y
             self.binary = binary
         # Addresses: of a tensor the launcher would ask the driver what kind of memory it is, each time.
-        binary.launch(
-            self.programs, 1, 1, _raw_stream(x.get_device()), *binary.head,
+        arguments = (
             x.data_ptr(), words.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr(),
             alpha.data_ptr(), y.data_ptr(), m, n, k, *self.tail,
         )  # fmt: skip
+        binary(self.programs, _raw_stream(x.get_device()), arguments)
         return y
 
 
@@ -262,10 +278,8 @@ class _WidePlan:
             weights = _remember(binary.weights, at, self._weight_maps(words, scale, zero, binary.maps[1 + two :]))
         if outputs is None:
             outputs = _remember(self.outputs, end, _maps(end, y.shape, binary.maps[-1 - two :], two))
-        binary.launch(
-            self.programs, 1, 1, stream, *binary.head, *inputs, *weights, *outputs,
-            parts, flags, 0 if bias is None else bias.data_ptr(), alpha.data_ptr(), *self.tail,
-        )  # fmt: skip
+        pointers = (parts, flags, 0 if bias is None else bias.data_ptr(), alpha.data_ptr())
+        binary(self.programs, stream, (*inputs, *weights, *outputs, *pointers, *self.tail))
         return y if self.shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
 
     def _weight_maps(self, words: Tensor, scale: Tensor, zero: Tensor, forms: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:

@@ -21,6 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+# Their names since, and before, Triton 3.7 and 3.8
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
 
 @gluon.jit
 def share(p, P, R, KS):
@@ -59,14 +64,14 @@ def bring_weights(wd, sd, zd, full, wb, sb, zb, st, k, pn, S: gl.constexpr, G: g
     H: gl.constexpr = G.h
     for h in gl.static_range(H):
         b = k * G.h + h
-        tma.async_copy_global_to_shared(wd, [pn * (NT * 4), b * WORDS], full.index(st), wb.index(st * G.h + h))
+        async_load(wd, [pn * (NT * 4), b * WORDS], full.index(st), wb.index(st * G.h + h))
         if S.per > 0:
             entry = b * S.fine // S.per
         else:
             entry = b * 0
-        tma.async_copy_global_to_shared(sd, [pn * (NT * 4), entry * ENTRY], full.index(st), sb.index(st * G.h + h))
+        async_load(sd, [pn * (NT * 4), entry * ENTRY], full.index(st), sb.index(st * G.h + h))
         if S.zero:
-            tma.async_copy_global_to_shared(zd, [pn * (NT * 4), entry * 8], full.index(st), zb.index(st * G.h + h))
+            async_load(zd, [pn * (NT * 4), entry * 8], full.index(st), zb.index(st * G.h + h))
 
 
 @gluon.jit
@@ -75,9 +80,9 @@ def bring_x(xd, xe, full, xb, xc, st, k, pm, G: gl.constexpr):
     H: gl.constexpr = G.h
     for h in gl.static_range(H):
         m = pm * (G.bm + G.bm2)
-        tma.async_copy_global_to_shared(xd, [m, (k * G.h + h) * 64], full.index(st), xb.index(st * G.h + h))
+        async_load(xd, [m, (k * G.h + h) * 64], full.index(st), xb.index(st * G.h + h))
         if G.bm2 > 0:
-            tma.async_copy_global_to_shared(xe, [m + G.bm, (k * G.h + h) * 64], full.index(st), xc.index(st * G.h + h))
+            async_load(xe, [m + G.bm, (k * G.h + h) * 64], full.index(st), xc.index(st * G.h + h))
 
 
 @gluon.jit
@@ -205,7 +210,7 @@ def finish(
     j = tile - whole * P
     if k0 > 0:
         gl.store(ws + (p * NT + b) * SIZE + poff, acc)
-        gl.thread_barrier()
+        barrier()
         gl.atomic_add(flags + (j * NT + b) * FLAGS + part, 1, sem="release", scope="gpu")
     else:
         if k1 < KS:
@@ -213,7 +218,7 @@ def finish(
             f = gl.atomic_add(flags + (j * NT + b) * FLAGS + part, 0, sem="acquire", scope="gpu")
             while f != others:
                 f = gl.atomic_add(flags + (j * NT + b) * FLAGS + part, 0, sem="acquire", scope="gpu")
-            gl.thread_barrier()
+            barrier()
             gl.atomic_xchg(flags + (j * NT + b) * FLAGS + part, 0, sem="relaxed", scope="gpu")
             if BM <= 64:  # independent loads first: three parts are what even splits have
                 l0 = gl.load(ws + ((p + 1) * NT + b) * SIZE + poff, cache_modifier=".cg")
@@ -235,11 +240,11 @@ def finish(
         if S.bias:
             acc += gl.load(bias_ptr + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
         tma.store_wait(0)
-        gl.thread_barrier()
+        barrier()
         o.permute([1, 0]).store(acc.to(gl.float16 if S.half else gl.bfloat16))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(od, [m, n], o)
+        barrier()
+        async_store(od, [m, n], o)
 
 
 @gluon.jit
