@@ -30,6 +30,10 @@ SPECS = [
     BASE.replace(weight=types.uint8, zero="int"), BASE.replace(weight=types.uint8, zero="int", act_dtype=torch.float16),
     E2M1.replace(block=(1, 32), scale_dtype=torch.float8_e8m0fnu),
     E2M1.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(256, 1024)),
+    E2M1.replace(block=(1, 32), scale_dtype=torch.float8_e8m0fnu, act_dtype=torch.float16), E2M1.replace(act_dtype=torch.float16),
+    E2M1.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(256, 1024), act_dtype=torch.float16),
+    BASE.replace(block=(1, 48)), BASE.replace(block=(1, 96), weight=types.uint4, zero="int"), BASE.replace(block_offset=(0, 64)),
+    BASE.replace(block_offset=(0, 16), act_dtype=torch.float16), BASE.replace(block=(1, 640), block_offset=(0, 120)),
     E4M3.replace(bias=True), E4M3.replace(act_dtype=torch.float16), E4M3.replace(block=(128, 128), scale_dtype=torch.float32),
     E4M3.replace(block=(1, 32), scale_dtype=torch.float8_e8m0fnu),
 ]  # fmt: skip

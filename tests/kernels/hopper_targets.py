@@ -32,6 +32,9 @@ SPECS = {
     "uint8 zero": BASE.replace(weight=types.uint8, zero="int"),
     "MXFP4": BASE.replace(weight=types.float4_e2m1, block=(1, 32), scale_dtype=torch.float8_e8m0fnu),
     "NVFP4": BASE.replace(weight=types.float4_e2m1, block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(4096, 4096)),
+    "MXFP4 fp16": BASE.replace(
+        weight=types.float4_e2m1, block=(1, 32), scale_dtype=torch.float8_e8m0fnu, act_dtype=torch.float16
+    ),
     "FP8": E4M3,
     "FP8 fp16": E4M3.replace(act_dtype=torch.float16),
 }

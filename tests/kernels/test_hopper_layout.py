@@ -95,35 +95,58 @@ def test_rows_cut_before_packing_are_rows_of_the_packed_form():
             assert torch.equal(torch.cat([s[name] for s in shards], dim), whole[name])
 
 
-def decoded(halves, mask, shifts, factor):
-    """Half-words, shifted and masked as the device code does, as the bfloat16 that they are."""
+def decoded(halves, mask, shifts, factor, dtype):
+    """Half-words, shifted and masked as the device code does, as the 16-bit floats that they are."""
     pattern = sum(((halves << s if s >= 0 else halves >> -s) & m) for s, m in zip(shifts, mask, strict=True)) & 0xFFFF
-    return (pattern << 16).to(torch.int64).to(torch.int32).view(torch.float32) * factor
+    return pattern.to(torch.uint16).view(dtype).float() * factor
 
 
 @pytest.mark.parametrize(
-    "scalar, fields, factor",
+    "scalar, fields, factor, dtype",
     [
         (
             types.float4_e2m1,
             [*(((0x81C0,), (s,)) for s in (0, 3, 6)), ((0x8000, 0x100, 0xC0), (1, -5, -4))],
             2.0**126,
+            torch.bfloat16,
         ),
-        (types.float8_e4m3fn, [((0x87F0,), (0,)), ((0x80F0, 0x700), (4, -4))], 2.0**120),
+        (types.float8_e4m3fn, [((0x87F0,), (0,)), ((0x80F0, 0x700), (4, -4))], 2.0**120, torch.bfloat16),
+        (
+            types.float4_e2m1,
+            [((0x8E00,), (0,)), ((0x8E00,), (3,)), ((0x8000, 0xE00), (1, 9)), ((0x8000, 0xE00), (2, 6))],
+            2.0**14,
+            torch.float16,
+        ),
     ],
-    ids=["e2m1", "e4m3"],
+    ids=["e2m1", "e4m3", "e2m1 fp16"],
 )
-def test_float_codes_decode_by_shift_and_mask(scalar, fields, factor):
+def test_float_codes_decode_by_shift_and_mask(scalar, fields, factor, dtype):
     codes = torch.randint(0, 1 << scalar.bits, (4, 4, scalar.bits // 4, 128, 8 * 4 // scalar.bits))
     if scalar.bits == 8:
         codes[(codes & 127) == 127] = 0  # NaN is handled by the scale
     places = torch.arange(codes.shape[-1]) * scalar.bits
     words = (codes << places).sum(-1).to(torch.int64)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    moved = layout.spread(words, scalar.bits).view(torch.int16).to(torch.int64) & 0xFFFF
+    moved = layout.spread(words, scalar.bits, dtype == torch.float16).view(torch.int16).to(torch.int64) & 0xFFFF
     values = torch.tensor(scalar.values())[codes.view(*words.shape[:-1], 256, -1)]
     for f, (mask, shifts) in enumerate(fields):
-        assert torch.equal(decoded(moved, mask, shifts, factor), values[..., f])
+        assert torch.equal(decoded(moved, mask, shifts, factor, dtype), values[..., f])
+
+
+@pytest.mark.parametrize(
+    "group, cut, step, scheme", [(48, 0, 16, (4, 1)), (96, 0, 32, (2, 1)), (128, 64, 64, (1, 1)), (64, 32, 32, (2, 1)),
+                                 (192, 0, 192, (1, 3)), (32, 16, 16, (4, 1)), (520, 0, 0, (1, 0)), (640, 120, 0, (1, 0))],
+)  # fmt: skip
+def test_groups_of_any_multiple_of_16_are_packed_in_steps(group, cut, step, scheme):
+    spec = BASE.replace(n=16, weight=types.uint4, zero="int", block=(1, group), block_offset=(0, cut))
+    weight, found = random_weight(spec, 1), scheme_of(spec)
+    assert (found.fine, found.per) == scheme and found.step == step
+    packed = GluonHopperLinearKernel.pack(weight)
+    for name, table in (("scale", weight.scale), ("zero", weight.zero)):
+        rows = packed[name].view(torch.uint8 if name == "zero" else torch.bfloat16).permute(0, 3, 2, 1).reshape(16, -1)
+        assert rows.shape[1] == (-(-576 // step) if step else 1)
+        columns = torch.arange(520)
+        assert torch.equal(rows[:, columns // step if step else columns * 0], table[:, (columns + cut) // group])
 
 
 def test_bytes_of_a_row_side_by_side():
@@ -162,12 +185,14 @@ def test_bits_per_weight():
 
 def test_what_it_takes_and_refuses():
     e2m1 = BASE.replace(weight=types.float4_e2m1)
-    takes = [BASE, BASE.replace(block=(1, 32)), BASE.replace(block=(1, 520)), BASE.replace(weight=types.uint4, zero="int"),
+    takes = [BASE, BASE.replace(block=(1, 32)), BASE.replace(block=(1, 48)), BASE.replace(block_offset=(0, 32)),
+             BASE.replace(block=(1, 520)), BASE.replace(weight=types.uint4, zero="int"),
              BASE.replace(weight=types.int8, act_dtype=torch.float16), BASE.replace(act_order=True),
+             e2m1.replace(act_dtype=torch.float16), e2m1.replace(act_dtype=torch.float16, block=(1, 32)),
              e2m1.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(200, 520))]  # fmt: skip
     assert all(isinstance(scheme_of(s), Scheme) for s in takes)
-    for spec in (BASE.replace(weight=types.uint2b2), BASE.replace(block=(1, 48)), BASE.replace(weight=types.uint4, zero="float"),
-                 BASE.replace(act=types.ActSpec(types.int8)), e2m1.replace(act_dtype=torch.float16)):  # fmt: skip
+    for spec in (BASE.replace(weight=types.uint2b2), BASE.replace(block=(1, 40)), BASE.replace(weight=types.uint4, zero="float"),
+                 BASE.replace(act=types.ActSpec(types.int8)), BASE.replace(block_offset=(0, 24))):  # fmt: skip
         verdict = GluonHopperLinearKernel.can_implement(spec)
         assert not verdict and verdict.reason and verdict.fix
 

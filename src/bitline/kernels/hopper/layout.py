@@ -79,17 +79,19 @@ def _words8(rows: Tensor) -> Tensor:
 
 
 # Where the bits of field f go within 16: the sign, then the others from the highest. A bfloat16 has them at 15, 8, 7, 6
-# (E2M1) and at 15, 10 … 4 (E4M3); a field whose bits are those, shifted alike, takes one shift and one mask.
+# (E2M1) and at 15, 10 … 4 (E4M3), a float16 at 15, 11, 10, 9 (E2M1); a field whose bits are those, shifted alike, takes one
+# shift and one mask.
+_E2M1_HALF = ((15, 11, 10, 9), (12, 8, 7, 6), (14, 2, 1, 0), (13, 5, 4, 3))
 _E2M1 = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 _E4M3 = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
 
 
-def spread(words: Tensor, width: int) -> Tensor:
+def spread(words: Tensor, width: int, half: bool = False) -> Tensor:
     """Words with each 16 bits re-ordered as the tables above say, a table look-up on bytes; a new tensor, in runs.
 
-    width: 4 for E2M1, 8 for E4M3.
+    width: 4 for E2M1, 8 for E4M3. half: to be decoded as float16 (E2M1 alone).
     """
-    fields = _E2M1 if width == 4 else _E4M3
+    fields = _E4M3 if width == 8 else _E2M1_HALF if half else _E2M1
     byte = torch.arange(256, dtype=torch.int32)
     tables = []
     for part in range(2):  # the lower and the upper byte of a half-word

@@ -48,7 +48,7 @@ class GluonHopperLinearKernel(Kernel):
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """Weight-only; groups of 16, 32, or any multiple of 64 columns, or a scale a row, block or tensor."""
+        """Weight-only; groups of any multiple of 16 columns, cut or not, or a scale a row, block or tensor."""
         found = scheme_of(spec)
         return found if isinstance(found, Verdict) else YES
 
@@ -62,7 +62,7 @@ class GluonHopperLinearKernel(Kernel):
         if scheme.format.startswith("e4m3") and scheme.half:
             words = layout.byte_pairs(words)
         elif scheme.format.startswith("e"):
-            words = layout.spread(words, scheme.width)
+            words = layout.spread(words, scheme.width, scheme.half)
         row = (torch.arange(spec.n, device=weight.device) + spec.block_offset[0]) // spec.block[0]
         absent = torch.empty(0, device=weight.device)
         whole = spec.scale2_block == (spec.n, spec.k)  # one factor for all of the weight, which is applied to the sums
@@ -73,12 +73,11 @@ class GluonHopperLinearKernel(Kernel):
         scale = scale.to(torch.float32 if scheme.wide else spec.act_dtype)
         if scheme.format.startswith("e4m3"):
             scale, row = _poisoned(scale, row, weight)
-        groups = scheme.groups - scale.shape[1]  # every block of 64 columns has its scales, those of padding are zero
-        pad = functools.partial(torch.nn.functional.pad, pad=(0, groups))
+        stepped = functools.partial(_stepped, spec=spec, scheme=scheme)
         return {
             "words": words,
-            "scale": layout.pair_table(pad(scale), row),
-            "zero": absent if weight.zero is None else layout.pair_table(pad(weight.zero), row),
+            "scale": layout.pair_table(stepped(scale), row),
+            "zero": absent if weight.zero is None else layout.pair_table(stepped(weight.zero), row),
             "alpha": alpha.float() if scheme.alpha else absent,
             "perm": absent.int() if weight.perm is None else weight.perm,
         }
@@ -128,6 +127,16 @@ def _version() -> Verdict:
     if version.split(".")[:2] not in (["3", "6"], ["3", "7"], ["3", "8"], ["3", "9"]):
         return no(f"the device code is written in the Gluon of Triton 3.6 to 3.9; this is Triton {version}", "such a version")
     return YES
+
+
+def _stepped(table: Tensor, spec: LinearSpec, scheme: Scheme) -> Tensor:
+    """[rows, groups] with an entry for each step of the scheme, where groups are several or cut, and zeros for padding."""
+    step, (bk, cut) = scheme.step, (spec.block[1], spec.block_offset[1])
+    if step and (cut or step != bk):
+        at = (torch.arange(0, spec.k, step, device=table.device) + cut) // bk
+        raw = table.view(torch.uint8) if table.dtype.itemsize == 1 else table
+        table = raw.index_select(1, at).view(table.dtype)
+    return torch.nn.functional.pad(table, (0, scheme.groups - table.shape[1]))
 
 
 def _biased(scale: Tensor, alpha: Tensor, bias: int) -> tuple[Tensor, Tensor]:

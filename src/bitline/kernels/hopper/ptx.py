@@ -11,7 +11,7 @@ class Format:
     """How the codes of one scheme are decoded for one input dtype.
 
     name: "u4" (code - 8), "z4" (code - zero point), "u8" (code - 128), "z8" (code - zero point), "e2m1" and "e4m3" (in the
-    bit order of `layout.spread` for bfloat16; e4m3 as `layout.byte_pairs` for float16), "e2m1s" and "e4m3s" (the same, and
+    bit order of `layout.spread`; for float16 e4m3 as of `layout.byte_pairs`), "e2m1s" and "e4m3s" (the same, and
     what the exponents' biases differ by is left to the scale).
     half: the input is float16, else bfloat16.
     """
@@ -27,8 +27,8 @@ class Format:
 
     def constants(self, zero: str = "") -> str:
         """Set what `field` needs; zero: the operand that holds the zero points of rows g (byte 0) and g + 8 (byte 1)."""
-        if self.name.startswith("e2m1"):
-            return "mov.b32 one,0x7E807E80;"  # 2**126, the difference of the exponents' biases
+        if self.name.startswith("e2m1"):  # 2**14 or 2**126, the difference of the exponents' biases
+            return f"mov.b32 one,{'0x74007400' if self.half else '0x7E807E80'};"
         if self.name.startswith("e4m3"):
             return "mov.b32 one,0x7B807B80;"  # 2**120
         s = (
@@ -67,6 +67,8 @@ class Format:
         return s + f"sub.bf16x2 {out},{out},t;" + (f"sub.bf16x2 {out},{out},{minus};" if self.zero else "")
 
     def _e2m1(self, out: str, word: str, at: int) -> str:
+        if self.half:
+            return self._e2m1_half(out, word, at)
         if at == 0:
             s = f"and.b32 {out},{word},0x81c081c0;"
         elif at < 3:
@@ -76,8 +78,16 @@ class Format:
             s += f"shr.u32 t,{word},4; lop3.b32 {out},t,0x00c000c0,{out},0xea;"
         return s + self._biased(out)
 
+    def _e2m1_half(self, out: str, word: str, at: int) -> str:
+        if at < 2:
+            s = f"shl.b32 t,{word},{3 * at}; and.b32 {out},t,0x8e008e00;"
+        else:
+            s = f"shl.b32 t,{word},{at - 1}; and.b32 {out},t,0x80008000; shl.b32 t,{word},{9 if at == 2 else 6};"
+            s += f"lop3.b32 {out},t,0x0e000e00,{out},0xea;"
+        return s + self._biased(out)
+
     def _biased(self, out: str) -> str:
-        return "" if self.name.endswith("s") else f"mul.rn.bf16x2 {out},{out},one;"
+        return "" if self.name.endswith("s") else f"mul.rn.{self.type} {out},{out},one;"
 
     def _e4m3(self, out: str, word: str, row: int) -> str:
         if self.half:

@@ -17,7 +17,7 @@ class Scheme:
 
     wide: scales are float32, else the input's dtype. fine: scales of 64 columns, 2 or 4 where groups are 32 or 16 columns,
     else 1. per: blocks of 64 columns that share a scale, 0 where a row has one. alpha: a factor of the whole weight is kept
-    apart. blocks: blocks of 64 columns that are decoded at a time where few rows are multiplied.
+    apart. blocks: blocks of 64 columns that are decoded at a time where few rows are multiplied. groups: scales of a row.
     """
 
     format: str
@@ -38,7 +38,12 @@ class Scheme:
     @property
     def bias(self) -> int:
         """Binary exponent by which scales are larger than alpha says, since decoded floats are that much smaller; else 0."""
-        return {"e2m1s": 126, "e4m3s": 120}.get(self.format, 0)
+        return {"e2m1s": 14 if self.half else 126, "e4m3s": 120}.get(self.format, 0)
+
+    @property
+    def step(self) -> int:
+        """Columns of a packed scale, 0 where a row has one; a group may take several."""
+        return 64 * self.per // self.fine
 
     @property
     def zero(self) -> bool:
@@ -67,21 +72,24 @@ def scheme_of(spec: LinearSpec) -> Scheme | Verdict:
             f"{spec.weight}{extra} has no decoder here", "4- or 8-bit integers, symmetric or with integer zero points, E2M1, E4M3"
         )
     half = spec.act_dtype == torch.float16
-    if name == "e2m1" and half:
-        return no("E2M1 weights are decoded to bfloat16 only", "with input dtype bfloat16")
-    if spec.ragged or spec.block_offset[1]:
-        return no("groups of unequal size, or cut inside", "groups that start at column 0 and are equally long")
-    bk = spec.block[1]
-    channel = bk >= spec.k
-    if not channel and bk % 64 and bk not in (16, 32):
-        return no(f"groups of {bk} columns", "groups of 16, 32 or a multiple of 64 columns, or one scale a row")
-    fine = 1 if channel or bk % 64 == 0 else 64 // bk
-    per = 0 if channel else max(1, bk // 64)
+    if spec.ragged:
+        return no("groups of unequal size", "groups that are equally long")
+    bk, cut = spec.block[1], spec.block_offset[1]
+    channel = bk >= spec.k + cut
+    step = next((g for g in (64, 32, 16) if bk % g == 0 and cut % g == 0), 0)  # what all groups are multiples of
+    if not channel and not step:
+        return no(
+            f"groups of {bk} columns{f', cut at {cut}' if cut else ''}", "groups of multiples of 16 columns, or one scale a row"
+        )
+    if step == 64 and not cut:
+        step = bk
+    fine = 1 if channel or step >= 64 else 64 // step
+    per = 0 if channel else max(1, step // 64)
     alpha = spec.scale2_block == (spec.n, spec.k)
     folded = spec.scale2_block is not None and not alpha
-    if fine > 1 and name in ("e2m1", "e4m3") and not half:
+    if fine > 1 and (name == "e2m1" or (name == "e4m3" and not half)):
         name, alpha = name + "s", True
     wide = folded or not (spec.scale_dtype == spec.act_dtype or (spec.scale_dtype, spec.act_dtype) in _EXACT)
     blocks = 2 if spec.k % 128 == 0 and per % 2 == (1 if fine > 1 else 0) else 1
-    groups = 1 if channel else -(-(-(-spec.k // 64) * 64) // bk)
+    groups = 1 if channel else -(-(-(-spec.k // 64) * 64) // step)
     return Scheme(name, half, flip, wide, fine, per, alpha, blocks, groups)
