@@ -175,6 +175,7 @@ def _compile(
         launch = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
     first, metadata, none = (binary.function, run.launch_cooperative_grid, run.launch_pdl), binary.packed_metadata, (None, None)
     grouped = hasattr(run, "kernel_signature")  # since Triton 3.7 one launcher serves all kernels
+    head: tuple[Any, ...]
     if grouped:
         head = (*first, metadata, None, *none, *none, run.arg_annotations, run.kernel_signature)
     else:
