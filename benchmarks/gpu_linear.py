@@ -5,15 +5,16 @@
     python benchmarks/gpu_linear.py --catalogue   the other kernels that run there, on two shapes and 1, 16 and 256 rows
 
 Each time is the median of CUDA-graph replays over at least 300 MB of copies of the layer, so that weights come from
-device memory. Under steady load the card lowers its clocks, so --sustained gives two times of every kernel: `us`, 4 ms
-after 0.2 s of rest, and `sustained_us`, 50 ms after 0.2 s of the same load. `limit` is the larger of bytes / 4.35 TB/s +
-2 us and operations / the dense rate (790 TFLOP/s for bf16, 1550 for FP8): the read bandwidth, ramp-up and rates measured
-on an H200. Every kernel is checked before it is timed. `eager` is one plain call from Python, host-bound.
+device memory. Under steady load the card lowers its clocks, so --sustained gives two times of every kernel: `us`, of 4 ms
+after 0.15 s of rest, and `sustained_us`, after 0.15 s of the same load (0.05 s both below 128 rows). `limit` is the larger of
+bytes / 4.35 TB/s + 2 us and operations / the dense rate (790 TFLOP/s for bf16, 1550 for FP8): the read bandwidth, ramp-up
+and rates measured on an H200. Every kernel is checked before it is timed. `eager` is one plain call from Python, host-bound.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -110,8 +111,8 @@ def replay_us(calls, target_ms: float = 15, rounds: int = 5) -> float:
     return sorted(once(n) for _ in range(rounds))[rounds // 2] / len(calls) * 1e3
 
 
-def rested_us(calls) -> tuple[float, float]:
-    """Microseconds per call, 4 ms after a rest and 50 ms after 0.2 s of the same load."""
+def rested_us(calls, rest: float = 0.15) -> tuple[float, float]:
+    """Microseconds per call, of 4 ms after a rest, and of `rest` / 4 after as long a load as the rest, in seconds."""
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
@@ -131,12 +132,12 @@ def rested_us(calls) -> tuple[float, float]:
         return start.elapsed_time(stop) / n
 
     torch.cuda.synchronize()
-    time.sleep(0.2)
+    time.sleep(rest)
     once = max(timed(1), 1e-3)
     burst = timed(max(1, int(4 / once)))
-    for _ in range(int(200 / once)):
+    for _ in range(int(1e3 * rest / once)):
         graph.replay()
-    return burst / len(calls) * 1e3, timed(max(1, int(50 / once))) / len(calls) * 1e3
+    return burst / len(calls) * 1e3, timed(max(1, int(250 * rest / once))) / len(calls) * 1e3
 
 
 def eager_us(call, n: int = 300) -> float:
@@ -225,7 +226,8 @@ def measure(scheme: str, name: str, n: int, k: int, rows: list[int], peers: bool
         for label, calls in timed.items():
             try:
                 if sustained:
-                    row[label], row["sustained_us" if label == "us" else f"{label} sustained"] = rested_us(calls)
+                    later = "sustained_us" if label == "us" else f"{label} sustained"
+                    row[label], row[later] = rested_us(calls, 0.15 if m >= 128 else 0.05)
                 else:
                     row[label] = replay_us(calls)
             except Exception as error:
@@ -288,7 +290,10 @@ def main() -> None:
     options.add_argument("--schemes", default="W4A16 g128")
     options.add_argument("--sustained", action="store_true")
     options.add_argument("--catalogue", action="store_true", help="time all other kernels at --shapes and --m")
-    options.add_argument("--seconds", type=float, default=600, help="stop --catalogue after that time")
+    options.add_argument(
+        "--seconds", type=float, default=600, help="begin no kernel of --catalogue, or shape of --kernel, after that time"
+    )
+    options.add_argument("--alone", action="store_true", help="time --kernel without cuBLAS and humming")
     options.add_argument("--out", default="benchmarks/results/h200_triton_w4a16.json")
     chosen = options.parse_args()
     rows = [int(m) for m in chosen.m.split(",")]
@@ -296,11 +301,11 @@ def main() -> None:
         catalogue(chosen.shapes.split(","), rows, chosen.seconds, Path(chosen.out))
         return
     if chosen.kernel:
-        found = []
-        for scheme in chosen.schemes.split(","):
-            for shape in chosen.shapes.split(","):
+        end, found = time.perf_counter() + chosen.seconds, []
+        for scheme, shape in itertools.product(chosen.schemes.split(","), chosen.shapes.split(",")):
+            if time.perf_counter() < end:
                 n, k = map(int, shape.split("x"))
-                found += measure(scheme, chosen.kernel, n, k, rows, True, chosen.sustained)
+                found += measure(scheme, chosen.kernel, n, k, rows, not chosen.alone, chosen.sustained)
                 Path(chosen.out).write_text(json.dumps({"machine": machine("cuda"), "results": found}, indent=1) + "\n")
         return
     triton, row_wise = "TritonW4A16LinearKernel", "RowWiseTorchFP8ScaledMMLinearKernel"
