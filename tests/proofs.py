@@ -26,6 +26,7 @@ _ARK = "tests/providers/inside_ark.py::"
 _XPU = "tests/providers/test_xpu.py::"
 _HUMMING = "tests/providers/test_humming.py::test_computes_what_the_spec_says"
 
+_BLOCK_FP8 = "tests/gpu/test_block_fp8_gpu.py::test_conformance"
 _MARLIN = [
     ("cpu", INTERPRETED, _MINIFLOAT + "test_marlins_names"), ("cuda", COMPILED, _COMPILE), ("cuda", COMPILED, _HOPPER),
     ("cuda", H200, _GPU + "test_marlin_conformance"),
@@ -65,7 +66,7 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "TritonFakeQuantLinearKernel": [
         ("cpu", INTERPRETED, "tests/kernels/test_triton_fake_quantized.py::test_conformance"), ("cuda", COMPILED, _COMPILE),
-        ("rocm", COMPILED, _COMPILE),
+        ("rocm", COMPILED, _COMPILE), ("cuda", H200, _GPU + "test_read_back_conformance"),
     ],
     "TritonInt8ScaledMMLinearKernel": [
         ("cpu", INTERPRETED, _SCALED + "test_int8"), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
@@ -91,8 +92,12 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "MarlinMxfp8LinearKernel": _MARLIN,
     "MarlinFP8ScaledMMLinearKernel": _MARLIN,
     "RDNA3W4A16LinearKernel": [("cpu", INTERPRETED, _RDNA), ("rocm", COMPILED, _COMPILE)],
-    "DeepGemmFp8BlockScaledMMKernel": [("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
-    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": [("cuda", CONTRACT, _GPUS + "test_one_weight_two_kernels")],
+    "DeepGemmFp8BlockScaledMMKernel": [
+        ("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says"), ("cuda", H200, _BLOCK_FP8),
+    ],
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": [
+        ("cuda", CONTRACT, _GPUS + "test_one_weight_two_kernels"), ("cuda", H200, _BLOCK_FP8),
+    ],
     "HummingLinearKernel": [("cuda", CONTRACT, _HUMMING)],
     "HummingInt8ScaledMMLinearKernel": [("cuda", CONTRACT, _HUMMING)],
     "HummingFP8ScaledMMLinearKernel": [("cuda", CONTRACT, _HUMMING)],

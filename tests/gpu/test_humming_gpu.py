@@ -1,5 +1,6 @@
 """humming itself on a GPU, where it is installed: the specs of tests/providers/humming_specs.py, and large layers."""
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -10,7 +11,7 @@ import torch
 
 from bitline import Platform
 from bitline.testing import check
-from bitline.testing.conformance import check_kernel
+from bitline.testing.conformance import ROWS, check_kernel
 from bitline.testing.generators import inputs, random_weight
 
 os.environ.setdefault("HUMMING_TEST_TUNING_SOURCE", "none")  # the tiles that users get: under pytest humming takes others
@@ -23,6 +24,16 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("humming") is None, reason="needs humming-kernels"),
 ]
 LAYERS = [(kernel, spec) for kernel, _, specs in CASES for spec in specs]
+LARGE = (1, 8, 16, 64, 256, 1000)
+
+
+@pytest.fixture(autouse=True)
+def tried_rows_alone(request, monkeypatch):
+    """humming compiles a layer's kernels for every number of rows at once, some seventeen: here those for the tried ones."""
+    module = importlib.import_module("humming.kernel.humming")
+    rows, every = LARGE if request.function is test_large_layers else range(1, max(ROWS) + 1), module.get_heuristics_config
+    fits = lambda interval: any(interval[0] < m <= interval[1] for m in rows)
+    monkeypatch.setattr(module, "get_heuristics_config", lambda *a, **k: list(filter(fits, every(*a, **k))))
 
 
 def runs(kernel):
@@ -44,6 +55,6 @@ def test_large_layers(kernel, spec, n, k):
     spec = spec.replace(n=n, k=k, block=(1, k if spec.act else 128))
     weight = random_weight(spec, 1, "cuda")
     packed = list(kernel.pack(weight).values())
-    for m in (1, 8, 16, 64, 256, 1000):
+    for m in LARGE:
         x = inputs(m, spec, m, "cuda")
         check(kernel.apply(x, packed, None, spec), x, weight)
