@@ -163,8 +163,8 @@ def scaled_mm(name, target, machine):
     for kind, (codes, block, zero) in kinds.items():
         table = {"a_ptr": codes, "b_ptr": codes, "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "a_zero_ptr": "*i32",
                  "colsum_ptr": "*i32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}  # fmt: skip
-        for m in (1, 64, 256):
-            bm, bn, bk, slices, warps, stages = tile_of_scaled_mm(m, 4096, 128, amd=not machine.nvidia)
+        for m in (1, 32, 64, 128, 256, 1024) if name == "sm_90" else (1, 64, 256):
+            bm, bn, bk, slices, warps, stages = tile_of_scaled_mm(m, 4096, 128, kind, not machine.nvidia, name == "sm_90")
             constants = {
                 "A_TOKEN": True, "BLOCK_N": max(block, 1), "BLOCK_K": block, "GROUP": max(block, 1), "HAS_ZERO": zero,
                 "HAS_BIAS": False, "EVEN": True, "UPCAST": False, "SLICES": slices, "BM": bm, "BN": bn, "BK": bk,
