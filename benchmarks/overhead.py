@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,14 +91,15 @@ print(json.dumps(seconds))
 
 
 def first_call(device: str, n: int, k: int) -> list[dict[str, float]]:
-    """Milliseconds of each step in fresh processes, the first of which may have compiled what the others find in a cache."""
-    group = "32" if device == "cpu" else "128"
+    """Milliseconds of each step in fresh processes: the first has an empty cache of Triton's, the others what it left."""
+    command = [sys.executable, "-c", FIRST, device, str(n), str(k), "32" if device == "cpu" else "128"]
     found = []
-    for _ in range(3):
-        command = [sys.executable, "-c", FIRST, device, str(n), str(k), group]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found.append(json.loads(out.splitlines()[-1]))
-        print(found[-1], flush=True)
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+        for _ in range(3):
+            out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+            found.append(json.loads(out.splitlines()[-1]))
+            print(found[-1], flush=True)
     return found
 
 
