@@ -110,7 +110,7 @@ inline void quantizer(const Meta& w, float low, float high, float* scale, int* z
 }
 
 struct GemmTable {
-  // Blocks [first, last) of the output, for the call's tiles. panel: kPanelBytes; out: 32 floats a row. Both 64-byte aligned.
+  // Blocks [first, last) of the output, for the call's tiles. panel: kPanelBytes; out: where c.wide, 64 floats a row. Both 64-byte aligned.
   void (*blocks)(const Call& c, int64_t first, int64_t last, uint32_t* panel, float* out);
   // Fill xp, sums, starts and row_scale of one tile. room: 14 rows of kp floats.
   void (*prepare)(const Call& c, int64_t tile, float* room);
