@@ -40,7 +40,7 @@ def test_where_it_runs_and_where_it_is_chosen():
     assert "sm89" in humming.HummingFP8ScaledMMLinearKernel.is_supported(Platform.parse("cuda:sm80,humming")).reason
     for spec, place, best in (
         (W4, "cuda:sm90,humming", "GluonHopperLinearKernel"),  # measured: 3.8 and 8.6 us at 4096x4096
-        (W4.replace(weight=bitline.types.uint3b4), "cuda:sm90,humming", "HummingLinearKernel"),
+        (W4.replace(weight=bitline.types.uint3b4), "cuda:sm90,humming", "TritonW4A16LinearKernel"),  # humming's sums vary
         (W4.replace(act=W8A8.act), "cuda:sm90,humming", "HummingInt8ScaledMMLinearKernel"),
         (W4, "rocm:gfx942,humming", "TritonW4A16LinearKernel"),
     ):
