@@ -18,7 +18,7 @@ from pathlib import Path
 from _machine import machine
 
 ROOT = Path(__file__).parents[1]
-TARGETS = ("sm_80", "sm_90", "sm_120", "gfx942", "gfx1100", "gfx1201")
+TARGETS = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx942", "gfx1100", "gfx1201")
 
 
 def compiled(target: str) -> list[dict]:

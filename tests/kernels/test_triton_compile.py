@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 SPILLED = {("sm_80", "3 bits zero M=64"): 48}  # bytes a thread
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1100", "gfx1201"])
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_120", "gfx942", "gfx1100", "gfx1201"])
 def test_compiles(target, tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).with_name("triton_targets.py")

@@ -131,6 +131,17 @@ def test_the_tiles_of_amd(wave32, monkeypatch):
 
 
 @inside
+def test_without_matrix_instructions(monkeypatch):
+    """NVIDIA's GPUs before sm80: 32 columns at a time for up to 8 rows, torch's product of panels for more."""
+    monkeypatch.setattr(launch, "machine", lambda device: Machine(True, False, 64 * 1024, True))
+    monkeypatch.setattr(launch, "_plans", {})
+    half = BASE.replace(n=33, k=520, act_dtype=torch.float16)
+    check_kernel(Kernel, [half, half.replace(weight=types.uint3, zero="int", bias=True)], "cuda:sm75")
+    plans = launch._plans.values()
+    assert {plan.constants["SPAN"] for plan in plans} == {32} and all(plan.tile.bm == 8 for plan in plans)
+
+
+@inside
 def test_splits_are_added_in_their_order():
     """Bit for bit the sum of what each part of K gives alone, first to last, in float32."""
     weight = random_weight(BASE.replace(n=48, k=640, act_dtype=torch.float16))

@@ -22,6 +22,7 @@ from bitline.types import ActSpec, LinearSpec
 
 # name -> (target, what tiles depend on)
 TARGETS = {
+    "sm_75": (GPUTarget("cuda", 75, 32), Machine(True, False, 64 * 1024, fma=True)),
     "sm_80": (GPUTarget("cuda", 80, 32), Machine(True, False, 163 * 1024)),
     "sm_90": (GPUTarget("cuda", 90, 32), Machine(True, False, 227 * 1024)),
     "sm_120": (GPUTarget("cuda", 120, 32), Machine(True, False, 99 * 1024)),
@@ -126,13 +127,15 @@ def pointers(spec):
 def compile_all(name):
     target, machine = TARGETS[name]
     for label, (spec, rows) in VARIANTS.items():
-        if name != "sm_90" and label in ONCE:
+        if name != "sm_90" and label in ONCE and not machine.fma:
             continue
+        if machine.fma:  # no bfloat16 and no matrix instructions: few rows alone
+            spec, rows = spec.replace(act_dtype=torch.float16), (1, 8)
         layout = layout_of(spec)
         chunks = -(-spec.k // layout.chunk)
         for m in rows if name == "sm_90" else dict.fromkeys((rows[0], rows[-1])):
             tile = choose_tile(m, spec.n, chunks, layout, spec.act_dtype, spec.zero != "none", machine)
-            constants = constants_of(spec, False, tile, chunks, machine.nvidia)
+            constants = constants_of(spec, False, tile, chunks, machine.nvidia, machine.fma)
             table = pointers(spec)
             if tile.splits > 1:
                 table["out_ptr"] = "*fp32"
@@ -159,7 +162,8 @@ def compile_all(name):
 def scaled_mm(name, target, machine):
     """int8 everywhere, FP8 where there are instructions for it; the tiles of one row, of some and of many."""
     device = scaled_mm_device
-    kinds = {"int8": ("*i8", 0, True)} | ({"fp8": ("*fp8e4nv", 128, False)} if name in ("sm_90", "sm_120", "gfx1201") else {})
+    kinds = {} if machine.fma else {"int8": ("*i8", 0, True)}
+    kinds |= {"fp8": ("*fp8e4nv", 128, False)} if name in ("sm_90", "sm_120", "gfx1201") else {}
     for kind, (codes, block, zero) in kinds.items():
         table = {"a_ptr": codes, "b_ptr": codes, "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "a_zero_ptr": "*i32",
                  "colsum_ptr": "*i32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}  # fmt: skip

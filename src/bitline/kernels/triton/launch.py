@@ -76,17 +76,18 @@ def machine(device: torch.device) -> Machine:
     properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return Machine(False, getattr(properties, "warp_size", 64) == 32, 64 * 1024)
-    return Machine(True, False, int(properties.shared_memory_per_block_optin))
+    return Machine(True, False, int(properties.shared_memory_per_block_optin), properties.major < 8)
 
 
 @functools.lru_cache(maxsize=4096)
-def constants_of(spec: LinearSpec, bias: bool, tile: Tile, chunks: int, packed_bfloat: bool) -> dict[str, Any]:
-    """The compile-time arguments of `gemm_kernel`; looked up once per layer, bias and tile."""
+def constants_of(spec: LinearSpec, bias: bool, tile: Tile, chunks: int, packed_bfloat: bool, fma: bool = False) -> dict[str, Any]:
+    """The compile-time arguments of `gemm_kernel`; looked up once per layer, bias and tile. fma: see Machine; the fewest columns
+    are multiplied at a time then, whose factors fit the registers."""
     layout = layout_of(spec)
     even = layout.regular and not spec.act_order and layout.shift == 0 and spec.k == chunks * layout.chunk
     even = even and chunks % (tile.slices * tile.splits) == 0
     return {
-        "F": format_of(spec, packed_bfloat=packed_bfloat), "GROUP": layout.group, "SPAN": layout.span,
+        "F": format_of(spec, packed_bfloat=packed_bfloat), "GROUP": layout.group, "SPAN": 32 if fma else layout.span,
         "HAS_ZERO": spec.zero == "int", "HAS_OFFSET": spec.zero == "float",
         "HAS_PERM": spec.act_order or not layout.regular, "HAS_BIAS": bias, "EVEN": even, "SPLIT": tile.splits > 1,
         "UPCAST": spec.act_dtype == torch.bfloat16 and interpreted(), "S": tile.slices, "BN": tile.bn, "BM": tile.bm,
@@ -97,9 +98,9 @@ def constants_of(spec: LinearSpec, bias: bool, tile: Tile, chunks: int, packed_b
 class Plan:
     """Everything about a launch that depends on the layer and the bucket of M only."""
 
-    def __init__(self, spec: LinearSpec, tile: Tile, chunks: int, bias: bool, packed_bfloat: bool) -> None:
+    def __init__(self, spec: LinearSpec, tile: Tile, chunks: int, bias: bool, packed_bfloat: bool, fma: bool = False) -> None:
         self.spec, self.tile, self.chunks = spec, tile, chunks
-        self.constants = constants_of(spec, bias, tile, chunks, packed_bfloat)
+        self.constants = constants_of(spec, bias, tile, chunks, packed_bfloat, fma)
         self.shift = layout_of(spec).shift
         self.per_split = -(-chunks // (tile.splits * tile.slices)) * tile.slices
         self.columns = -(-spec.n // tile.bn)
@@ -149,7 +150,8 @@ def plan_of(spec: LinearSpec, m: int, packed: Sequence[Tensor], bias: torch.dtyp
     if plan is None:
         tile = choose_tile(rows, spec.n, chunks, layout_of(spec), spec.act_dtype, spec.zero != "none", machine(device))
         # AMD and Intel have no packed bfloat16 arithmetic to speak of.
-        plan = _plans[key] = Plan(spec, tile, chunks, bias is not None, device.type == "cuda" and not torch.version.hip)
+        packed_bfloat = device.type == "cuda" and not torch.version.hip
+        plan = _plans[key] = Plan(spec, tile, chunks, bias is not None, packed_bfloat, machine(device).fma)
     return plan
 
 
@@ -158,7 +160,7 @@ def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSp
     m = x.shape[0]
     if m == 0:
         return x.new_empty(0, spec.n)
-    if m > fused_limit(x.dtype):
+    if m > fused_limit(x.dtype, machine(x.device).fma):
         return by_panels(x, packed, bias, spec)
     return fused(x, packed, bias, plan_of(spec, m, packed, None if bias is None else bias.dtype, x.device))
 

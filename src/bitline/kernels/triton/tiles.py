@@ -33,11 +33,15 @@ class Tile(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """nvidia: NVIDIA's GPUs, and the interpreter. wave32: AMD's GPUs with waves of 32. shared: bytes that a program may take."""
+    """nvidia: NVIDIA's GPUs, and the interpreter. wave32: AMD's GPUs with waves of 32. shared: bytes that a program may take.
+
+    fma: Triton multiplies there without matrix instructions: NVIDIA's GPUs before sm80.
+    """
 
     nvidia: bool
     wave32: bool
     shared: int
+    fma: bool = False
 
     @property
     def lone_warps(self) -> bool:
@@ -45,9 +49,10 @@ class Machine(NamedTuple):
         return self.nvidia and self.shared < 200 << 10
 
 
-def fused_limit(dtype: torch.dtype) -> int:
-    """The most rows of x for which the fused kernel is faster than dequantizing to scratch and torch's product."""
-    return 32 if dtype == torch.float32 else 256
+def fused_limit(dtype: torch.dtype, fma: bool) -> int:
+    """The most rows of x for which the fused kernel is faster than dequantizing to scratch and torch's product. fma: see Machine;
+    torch has matrix instructions there, so that this is few."""
+    return 8 if fma and dtype != torch.float32 else 32 if dtype == torch.float32 else 256
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,7 +62,9 @@ def choose_tile(m: int, n: int, chunks: int, layout: Layout, dtype: torch.dtype,
     corrected: with zero points or offsets, which need another set of sums.
     """
     chunk = layout.chunk
-    if dtype == torch.float32:
+    if machine.fma:
+        tile = Tile(8, 16, 8, 8, 2)
+    elif dtype == torch.float32:
         tile = Tile(1, 16, 16, 8, 2, 4) if machine.wave32 else Tile(4, 16, 16, 4, 2)
     elif m <= 8:
         tile = _decode(n, chunks)
