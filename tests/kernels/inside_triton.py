@@ -12,7 +12,7 @@ from bitline.kernels import registry
 from bitline.kernels.fake_quantized import TritonFakeQuantLinearKernel
 from bitline.types import no
 
-KERNELS = [(e.kernel, "cuda:sm90") for e in registry.entries() if e.kernel.backend in ("triton", "rdna")]
+KERNELS = [(e.kernel, "cuda:sm90") for e in registry.entries() if e.kernel.backend in ("triton", "rdna", "marlin")]
 ACCEPTS, DTYPES = product.accepts, (product.BF16, product.F16, product.F32)
 
 

@@ -33,7 +33,7 @@ ELSEWHERE = (
     "cuda:sm90,flashinfer,deep_gemm,humming", "cuda:sm100,flashinfer,mslk", "cuda:sm120,flashinfer", "rocm:gfx942,aiter",
     "xpu:vllm_xpu_kernels",
 )  # fmt: skip
-NOT_HERE = ("gluon", "marlin", "triton", "rdna")  # compiled, or interpreted
+NOT_HERE = ("gluon", "marlin", "triton", "rdna")  # compiled; or interpreted, below
 ADAPTERS = {
     e.kernel: Platform.parse(place)
     for place in reversed(ELSEWHERE) for e in BUILT_IN
