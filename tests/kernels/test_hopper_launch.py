@@ -29,7 +29,7 @@ def device(monkeypatch):
         two = 1 + (getattr(constants[1], "bm2", 0) > 0)
         names = ["x"] * two + ["words", "scale"] + ["zero"] * constants[0].zero + ["y"] * two
         forms = tuple((0, 2, 1, i, name) for i, name in enumerate(names))
-        return launch._Binary(lambda *a: fake.calls.append(a), ("function",), forms, {})
+        return launch._Binary(lambda *a: fake.calls.append(a), ("function",), False, forms, {})
 
     monkeypatch.setattr(launch, "_triton", lambda: SimpleNamespace(
         decode=None, wide=None, fill=fill, swizzled=0, plain32=0, plain16=0,
@@ -136,3 +136,10 @@ def test_decode_passes_addresses(device):
 def test_tensors_elsewhere_are_refused():
     with pytest.raises(InputError, match="another device"):
         launch.run(torch.ones(1, 520).bfloat16(), packed(1), None, SPEC)
+
+
+def test_a_launcher_that_serves_all_kernels_gets_one_tuple():
+    calls = []
+    for grouped in (False, True):
+        launch._Binary(lambda *a: calls.append(a), ("function",), grouped, (), {})(3, 7, (1, 2))
+    assert calls == [(3, 1, 1, 7, "function", 1, 2), (3, 1, 1, 7, "function", (1, 2))]
