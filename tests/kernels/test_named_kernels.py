@@ -43,7 +43,7 @@ def test_marlin_is_hoppers_kernel_where_that_does_the_layer_and_the_portable_one
         if GluonHopperLinearKernel.is_supported(hopper):
             assert weight_only.on(spec, hopper) is GluonHopperLinearKernel
             assert kernel.cost(spec, hopper, 1) == GluonHopperLinearKernel.cost(spec, hopper, 1)
-    assert weight_only.on(NV.replace(act_dtype=torch.float16), hopper) is TritonMinifloatLinearKernel
+    assert weight_only.on(NV.replace(act_dtype=torch.float32), hopper) is TritonMinifloatLinearKernel
     blocks = FP8.replace(n=300, block=(128, 128))
     assert MarlinFP8ScaledMMLinearKernel.can_implement(blocks)
 

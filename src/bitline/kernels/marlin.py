@@ -27,6 +27,7 @@ log = logging.getLogger("bitline")
 class _Marlin(Kernel):
     platforms = ("cuda",)
     backend = "marlin"
+    measured = ("sm90",)
     priority = -10
     act_dtypes = (torch.bfloat16, torch.float16)
     weight: ClassVar[str]

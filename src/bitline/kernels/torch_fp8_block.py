@@ -24,6 +24,7 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
     backend = "torch"
     families = ("fp8_block",)
     quantizes_input = True
+    measured = ("sm90",)
     act_dtypes = (torch.bfloat16,)
 
     @classmethod
@@ -82,10 +83,11 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """A pass over x; the product at 70 % of its rate."""
-        quantize = 3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch
-        product = roofline(spec, platform, max(m, 4), weight_bytes=spec.n * spec.k, rate=platform.rates.of("fp8"))
-        return quantize + product / 0.7
+        """A pass over x, and a product at 75 % of its rate that takes two launches more to begin, as measured on an H200."""
+        rates = platform.rates
+        quantize = 3 * m * spec.k / rates.bandwidth + rates.launch
+        product = roofline(spec, platform, max(m, 4), weight_bytes=spec.n * spec.k, rate=0.75 * rates.of("fp8"))
+        return quantize + product + 2 * rates.launch
 
 
 def quantize_rows(x: Tensor, act: ActSpec, columns: int) -> tuple[Tensor, Tensor]:

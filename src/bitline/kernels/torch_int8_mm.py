@@ -35,6 +35,7 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     families = ("int8",)
     quantizes_input = True
+    measured = ("sm90",)
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:

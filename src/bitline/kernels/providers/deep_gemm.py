@@ -39,6 +39,7 @@ class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
 
     backend = "deep_gemm"
     priority = 5
+    measured = ()
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
@@ -83,6 +84,7 @@ class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLin
 
     backend = "flashinfer_deepgemm"
     priority = 8
+    measured = ()
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:

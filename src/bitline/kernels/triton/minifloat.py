@@ -16,6 +16,7 @@ class TritonMinifloatLinearKernel(TritonWeightOnlyKernel):
     values, in 8 bits. A row with a code for NaN or infinity gives NaN.
     """
 
+    measured = ("sm90",)
     families = ("nvfp4", "mxfp4", "mxfp8", "mxfp6", "fp8", "fp8_block")
 
     @classmethod
