@@ -342,6 +342,10 @@ def test_what_watches_torch_gets_torch(pair, monkeypatch):
                 traced = torch.jit.trace(lambda x: norm(x), (x.clone(),), check_trace=False)
             z = torch.randn(1, 1, 64).to(BF16)
             assert torch.equal(traced(z), plain.model.norm(z))
+            assert torch.equal(torch.vmap(norm)(z), plain.model.norm(z))
+            with torch.profiler.profile() as profile:
+                norm(z)
+            assert any(event.name == "aten::rsqrt" for event in profile.events())
 
 
 def test_a_copy_has_steps_of_its_own(pair):

@@ -54,7 +54,7 @@ torch.library.register_fake("bitline::linear", _linear_fake, lib=_LIBRARY)
 OP = torch.ops.bitline.linear.default
 
 
-def _watched(x: Tensor) -> bool:
+def watched(x: Tensor) -> bool:
     """Whether somebody may want to see the operator: a compiler, tracer, transform, mode or profiler, another kind of tensor.
 
     Where nobody does, its function is called itself: torch's dispatcher and its conversion of the arguments cost 3 us and more.
@@ -171,7 +171,7 @@ class QuantLinear(nn.Module):
         if self._direct is not None:
             op, arguments = self._direct
             return op(x, *arguments)
-        op = OP if _watched(x) else _linear
+        op = OP if watched(x) else _linear
         if x.dim() == 2:
             return op(x, self._packed, *self._call)
         return op(x.reshape(-1, spec.k), self._packed, *self._call).view(*x.shape[:-1], spec.n)

@@ -27,7 +27,7 @@ from torch.nn.modules import module as _module
 
 from bitline import native
 from bitline.kernels.native_cpu import OP
-from bitline.linear import QuantLinear
+from bitline.linear import QuantLinear, watched
 
 ROWS = 8  # of a norm's input; above that torch's own operators are as fast
 LARGE = 1 << 20  # numbers of a plain output layer that is worth a call of ours
@@ -116,17 +116,13 @@ def _silu() -> tuple[type, ...]:
     return nn.SiLU, SiLUActivation
 
 
+def _readable(x: Any) -> bool:
+    return type(x) is Tensor and x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous()
+
+
 def _plain(x: Tensor) -> bool:
     """Whether native code may read a tensor, and nobody watches what torch does with it."""
-    return (
-        type(x) is Tensor
-        and x.dtype is torch.bfloat16
-        and x.is_cpu
-        and x.is_contiguous()
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-    )
+    return _readable(x) and not torch.is_grad_enabled() and not watched(x)
 
 
 def _weight(module: nn.Module) -> Tensor | None:
@@ -186,7 +182,7 @@ def _one_row(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> Tens
     core, (cos, sin) = native.core(), position_embeddings
     if core is None or not _plain(x) or x.numel() != x.shape[-1] or x.dim() != 3 or self.training:
         return None
-    if not _plain(cos) or not _plain(sin):
+    if not _readable(cos) or not _readable(sin):
         return None
     if _module._global_forward_hooks or _module._global_forward_pre_hooks:
         return None
