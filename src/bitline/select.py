@@ -131,10 +131,13 @@ class Choice:
 
     @property
     def degraded(self) -> bool:
-        """True where a weight is emulated, unasked, although a faster kernel of this platform refused the layer."""
+        """True where a weight is emulated, unasked, although a faster kernel of this platform refused the layer: any where the
+        weight is dequantized in memory, else one for such schemes."""
         near = self.nearest_fast
         asked = self.policy.kernel == self.best.name or self.policy.backend == self.best.backend
-        return self.kernel.emulates and not asked and near is not None and near.score < self.best.score
+        if not self.kernel.emulates or asked or near is None or near.score >= self.best.score:
+            return False
+        return issubclass(self.kernel, ReferenceLinearKernel) or _does_scheme(near.kernel, self.spec)
 
     @property
     def lost_because(self) -> str:

@@ -96,7 +96,8 @@ def test_it_is_offered_where_there_are_no_units():
     for spec in (MX4, NV4.replace(scale2_block=(4096, 4096)), W4.replace(act=ActSpec(INT8, True, "group", 32)),
                  FP8.replace(block=(1, 4096))):  # fmt: skip
         for place in ("cuda:sm80", "rocm:gfx90a", "rocm:gfx1100", "xpu"):
-            assert bitline.choose(spec.replace(**large), place, Policy()).best.name == "TritonFakeQuantLinearKernel"
+            choice = bitline.choose(spec.replace(**large), place, Policy())
+            assert choice.best.name == "TritonFakeQuantLinearKernel" and not choice.degraded
     refused = Kernel.can_implement(W4)
     assert "stays as it is" in refused.reason and refused.fix
     assert not Kernel.can_implement(MX4.replace(zero="int"))
