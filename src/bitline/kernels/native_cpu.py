@@ -20,10 +20,10 @@ from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
 # Measured on two Zen 5 cores (docs/performance.md). Operations a second and core with AVX-512; seconds a weight with AVX2 on
-# two cores, for a call and for each row, and the factor for types that are gathered from a table. The matrix unit of a CPU with
-# AMX is not used, and its vector unit does one bf16 product a cycle where Zen 5 does two: not measured.
+# two cores, for a call of up to three rows or of more, for each row, and for types that are gathered from a table. The matrix
+# unit of a CPU with AMX is not used, and its vector unit does one bf16 product a cycle where Zen 5 does two: not measured.
 BF16_RATE, F32_RATE, INT8_RATE, BYTES_RATE = 500e9, 260e9, 900e9, 460e9
-AVX2_START, AVX2_ROW, GATHERED = 20e-12, 12.4e-12, 3.5
+AVX2_FEW, AVX2_MANY, AVX2_ROW, AVX2_GATHERED = 15e-12, 60e-12, 7.5e-12, 90e-12
 WITHOUT_TILES = 0.33
 PREPARE = 1e-10  # a number of the input
 CALL = 3e-6
@@ -129,8 +129,9 @@ class CPUWNA16LinearKernel(Kernel):
             extra += cpu_costs.quantized_input(spec, platform, m)
         read = cls.packed_bytes(spec) / platform.rates.bandwidth
         if not platform.features >= FAST:
-            slow = GATHERED if spec.weight.kind != "int" and spec.weight.bits != 4 else 1.0
-            return max(read, weights * slow * (AVX2_START + m * AVX2_ROW) * cpu_costs.share(platform)) + extra
+            each = (AVX2_FEW if m <= 3 else AVX2_MANY) + m * AVX2_ROW
+            each += AVX2_GATHERED if spec.weight.kind != "int" and spec.weight.bits != 4 else 0.0
+            return max(read, weights * each * cpu_costs.share(platform)) + extra
         rate = _rate(spec) * platform.cores * (WITHOUT_TILES if "amx" in platform.features else 1.0)
         return max(read, 2.0 * m * weights / rate) + m * spec.k * PREPARE * cpu_costs.share(platform) + extra
 
