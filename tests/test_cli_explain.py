@@ -121,7 +121,7 @@ def test_ranks_that_get_another_kernel_are_named():
         assert sorted(r for p in made["plans"] if (p["example"], p["cut"]) == key for r in p["ranks"]) == [0, 1, 2]
     said = text(made, 120)
     assert "N/3 " in said and "K/3 rank 0" in said and "K/3 ranks 1-2" in said
-    assert re.search(r"faster, but GluonHopper \(256×171\): groups of unequal size", said)
+    assert re.search(r"faster, but GluonHopper \(256×171\): groups of 64 columns, cut at 42", said)
     assert explain_show._numbers([0, 2, 3, 4, 7]) == "0, 2-4, 7"
 
 
