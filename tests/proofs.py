@@ -26,6 +26,7 @@ _ARK = "tests/providers/inside_ark.py::"
 _XPU = "tests/providers/test_xpu.py::"
 _HUMMING = "tests/providers/test_humming.py::test_computes_what_the_spec_says"
 
+_HUMMING_GPU = "tests/gpu/test_humming_gpu.py::test_conformance"
 _BLOCK_FP8 = "tests/gpu/test_block_fp8_gpu.py::test_conformance"
 _MARLIN = [
     ("cpu", INTERPRETED, _MINIFLOAT + "test_marlins_names"), ("cuda", COMPILED, _COMPILE), ("cuda", COMPILED, _HOPPER),
@@ -98,9 +99,9 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": [
         ("cuda", CONTRACT, _GPUS + "test_one_weight_two_kernels"), ("cuda", H200, _BLOCK_FP8),
     ],
-    "HummingLinearKernel": [("cuda", CONTRACT, _HUMMING)],
-    "HummingInt8ScaledMMLinearKernel": [("cuda", CONTRACT, _HUMMING)],
-    "HummingFP8ScaledMMLinearKernel": [("cuda", CONTRACT, _HUMMING)],
+    "HummingLinearKernel": [("cuda", CONTRACT, _HUMMING), ("cuda", H200, _HUMMING_GPU)],
+    "HummingInt8ScaledMMLinearKernel": [("cuda", CONTRACT, _HUMMING), ("cuda", H200, _HUMMING_GPU)],
+    "HummingFP8ScaledMMLinearKernel": [("cuda", CONTRACT, _HUMMING), ("cuda", H200, _HUMMING_GPU)],
     "FbgemmNvFp4LinearKernel": [("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
     "AiterInt8ScaledMMLinearKernel": [("rocm", CONTRACT, _GPUS + "test_computes_what_the_spec_says")],
     "XPUwNa16LinearKernel": [("xpu", CONTRACT, _XPU + "test_computes_what_the_spec_says")],

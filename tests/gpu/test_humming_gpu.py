@@ -29,7 +29,7 @@ LARGE = (1, 8, 16, 64, 256, 1000)
 
 @pytest.fixture(autouse=True)
 def tried_rows_alone(request, monkeypatch):
-    """humming compiles a layer's kernels for every number of rows at once, some seventeen: here those for the tried ones."""
+    """humming compiles a layer's kernels for every number of rows at once, some sixteen: here those for the tried ones."""
     module = importlib.import_module("humming.kernel.humming")
     rows, every = LARGE if request.function is test_large_layers else range(1, max(ROWS) + 1), module.get_heuristics_config
     fits = lambda interval: any(interval[0] < m <= interval[1] for m in rows)
