@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 if INTERPRETED:
     from bitline.kernels.triton import launch
     from bitline.kernels.triton.rdna3 import RDNA3W4A16LinearKernel
-    from bitline.kernels.triton.tiles import Machine, Tile
+    from bitline.kernels.triton.tiles import Machine, Tile, fused_limit
     from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel as Kernel
 
 BASE = LinearSpec(40, 272, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
@@ -111,6 +111,11 @@ def test_rows_of_every_bucket():
     weight = lossless_weight(BASE.replace(n=20))
     for m in (9, 16, 33, 129, 257):
         check_exact(_apply(weight, x := lossless_inputs(m, weight.spec)), x, weight)
+    for kind in (types.uint3b4, types.nf4):  # of which panels are dequantized from 65 rows on
+        weight = lossless_weight(BASE.replace(n=20, weight=kind))
+        assert fused_limit(torch.bfloat16, layout_of(weight.spec), False) == 64
+        for m in (64, 65):
+            check_exact(_apply(weight, x := lossless_inputs(m, weight.spec)), x, weight)
 
 
 @inside

@@ -160,7 +160,7 @@ def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSp
     m = x.shape[0]
     if m == 0:
         return x.new_empty(0, spec.n)
-    if m > fused_limit(x.dtype, machine(x.device).fma):
+    if m > fused_limit(x.dtype, layout_of(spec), machine(x.device).fma):
         return by_panels(x, packed, bias, spec)
     return fused(x, packed, bias, plan_of(spec, m, packed, None if bias is None else bias.dtype, x.device))
 

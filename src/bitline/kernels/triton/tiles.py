@@ -49,10 +49,15 @@ class Machine(NamedTuple):
         return self.nvidia and self.shared < 200 << 10
 
 
-def fused_limit(dtype: torch.dtype, fma: bool) -> int:
-    """The most rows of x for which the fused kernel is faster than dequantizing to scratch and torch's product. fma: see Machine;
-    torch has matrix instructions there, so that this is few."""
-    return 8 if fma and dtype != torch.float32 else 32 if dtype == torch.float32 else 256
+def fused_limit(dtype: torch.dtype, layout: Layout, fma: bool) -> int:
+    """The most rows of x for which the fused kernel is faster than dequantizing to scratch and torch's product.
+
+    Codes in two places and tables are decoded once more for each tile of rows, which takes longer than panels do (28672x4096,
+    M=256 on an H200: 340 us for 3 bits, 395 for NF4). fma: see Machine; torch has matrix instructions there.
+    """
+    if dtype == torch.float32:
+        return 32
+    return 8 if fma else 64 if layout.high or layout.table else 256
 
 
 @functools.lru_cache(maxsize=4096)

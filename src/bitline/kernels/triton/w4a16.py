@@ -61,7 +61,7 @@ class TritonWeightOnlyKernel(Kernel):
         rates, fma = platform.rates, platform.vendor == "cuda" and platform.capability < 80
         size = cls.packed_bytes(spec) + m * (spec.n + spec.k) * spec.act_dtype.itemsize
         flops, rate = 2.0 * m * spec.n * spec.k, matmul_rate(spec, platform)
-        if m > fused_limit(spec.act_dtype, fma):
+        if m > fused_limit(spec.act_dtype, layout.layout_of(spec), fma):
             scratch = spec.act_dtype.itemsize * spec.n * spec.k
             return (size + scratch) / (0.8 * rates.bandwidth) + flops / (0.87 * rate) + 2 * rates.launch
         once = max(size / (0.7 * rates.bandwidth), flops / (0.43 * (rates.fp32 if fma else rate)))
