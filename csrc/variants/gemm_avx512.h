@@ -53,7 +53,8 @@ INLINE void finish(const Call& c, int64_t row, int64_t block, __m512 a, __m512 b
 }
 
 // One block, all of K, a tile of MR rows of x. CHAINS independent sums of each row hide the latency of the multiply-adds.
-template <class Mo, int BITS, int MR, int CHAINS> void narrow_tile(const Call& c, int64_t block, int64_t row, Ahead ahead) {
+template <class Mo, int BITS, int MR, int CHAINS, bool OFFSET>
+void narrow_tile(const Call& c, int64_t block, int64_t row, Ahead ahead) {
   using C = Codes<BITS>;
   constexpr int step = C::step, words = step / Mo::per_word;
   const Meta& w = *c.w;
@@ -63,7 +64,6 @@ template <class Mo, int BITS, int MR, int CHAINS> void narrow_tile(const Call& c
   const uint32_t* x = c.xp + row * c.words;
   const float* sums = c.sums + row * w.groups;
   const int32_t* starts = c.starts + row * w.groups;
-  const bool offset = w.offset_type != kNone;
   const typename Mo::template Tab<BITS> table(c.base, w);
   __m512 total[MR][2], all[MR][2];
   UNROLL for (int m = 0; m < MR; m++) total[m][0] = total[m][1] = all[m][0] = all[m][1] = _mm512_setzero_ps();
@@ -78,7 +78,7 @@ template <class Mo, int BITS, int MR, int CHAINS> void narrow_tile(const Call& c
       acc[m][0][i] = acc[m][1][i] = i == 0 ? Mo::start(starts, g * MR + m) : typename Mo::Acc{};
     for (; page < p + group_bytes; page += kPage) prefetch(page + kFar[0]), prefetch(page + kFar[1]);
     prefetch(scales.s + kStreamNear);
-    if (offset) prefetch(scales.o + kStreamNear);
+    if (OFFSET) prefetch(scales.o + kStreamNear);
     const int64_t now = g + 1 < w.groups ? steps : last_steps;
     for (int64_t s = 0; s < now; s++) {
       C c0, c1;
@@ -102,7 +102,7 @@ template <class Mo, int BITS, int MR, int CHAINS> void narrow_tile(const Call& c
       UNROLL for (int i = 1; i < CHAINS; i++) s0 = Mo::add(s0, acc[m][0][i]), s1 = Mo::add(s1, acc[m][1][i]);
       total[m][0] = _mm512_fmadd_ps(a0.s, Mo::sum(s0), total[m][0]);
       total[m][1] = _mm512_fmadd_ps(a1.s, Mo::sum(s1), total[m][1]);
-      if (offset) {
+      if (OFFSET) {
         const __m512 sum = _mm512_set1_ps(sums[g * MR + m]);
         total[m][0] = _mm512_fmadd_ps(a0.o, sum, total[m][0]);
         total[m][1] = _mm512_fmadd_ps(a1.o, sum, total[m][1]);
@@ -118,7 +118,7 @@ constexpr int chains_of(int rows) { return rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
 
 // One block, all tiles. While they read it again out of the cache, each brings its share of the next block; so does not the first
 // tile of the first block, which has to bring its own.
-template <class Mo, int BITS> void narrow(const Call& c, int64_t block, bool begins) {
+template <class Mo, int BITS, bool OFFSET> void narrow(const Call& c, int64_t block, bool begins) {
   const int64_t tiles = c.last_tile - c.first_tile, bytes = block_bytes(*c.w);
   const uint8_t* p = c.base + c.w->codes + block * bytes;
   for (int64_t t = 0; t < tiles; t++) {
@@ -131,8 +131,8 @@ template <class Mo, int BITS> void narrow(const Call& c, int64_t block, bool beg
     }
     switch (tile_start(c, c.first_tile + t + 1) - row) {
 #define BITLINE_TILE(MR) case MR: \
-      if (chains_of(MR) == 1 || c.w->invariant) narrow_tile<Mo, BITS, MR, 1>(c, block, row, ahead); \
-      else narrow_tile<Mo, BITS, MR, chains_of(MR)>(c, block, row, ahead); \
+      if (chains_of(MR) == 1 || c.w->invariant) narrow_tile<Mo, BITS, MR, 1, OFFSET>(c, block, row, ahead); \
+      else narrow_tile<Mo, BITS, MR, chains_of(MR), OFFSET>(c, block, row, ahead); \
       break;
       BITLINE_TILE(1) BITLINE_TILE(2) BITLINE_TILE(3) BITLINE_TILE(4) BITLINE_TILE(5) BITLINE_TILE(6)
       BITLINE_TILE(7) BITLINE_TILE(8) BITLINE_TILE(9) BITLINE_TILE(10) BITLINE_TILE(11) BITLINE_TILE(12)
@@ -326,7 +326,12 @@ template <class Mo, int BITS> void wide(const Call& c, int64_t block, uint32_t* 
 }
 
 template <class Mo, int BITS> void run(const Call& c, int64_t first, int64_t last, uint32_t* panel, float* out) {
-  for (int64_t b = first; b < last; b++) c.wide ? wide<Mo, BITS>(c, b, panel, out) : narrow<Mo, BITS>(c, b, b == first);
+  const bool offset = c.w->offset_type != kNone;
+  for (int64_t b = first; b < last; b++) {
+    if (c.wide) wide<Mo, BITS>(c, b, panel, out);
+    else if (offset) narrow<Mo, BITS, true>(c, b, b == first);
+    else narrow<Mo, BITS, false>(c, b, b == first);
+  }
 }
 
 }  // namespace
