@@ -62,6 +62,29 @@ def test_every_tile_whole_and_cut(shape):
                     judge(plan(x, packed(weight), bias), x, weight)
 
 
+FEW = {
+    (few, tile)
+    for few in (True, False)
+    for waves in (0.9, 1.2, 2, 4, 8)
+    for blocks in (64, 128)
+    for even in (True, False)
+    if (tile := tiles._timed(few, waves, blocks, even))
+}
+
+
+@pytest.mark.parametrize("few, tile", sorted(FEW))
+def test_every_tile_of_few_rows(few, tile):
+    for n, k in ((1024, 2048), (1032, 4160), (517, 4304)):
+        if not tile.depth and k % 64:
+            continue  # a call pads x for words in registers
+        for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
+            weight = make(BASE.replace(n=n, k=k), 3, "cuda")
+            for m in (1, 5, 8) if few else (9, 13, 16):
+                x = given(m, weight.spec, m, "cuda")
+                plan = launch._DecodePlan(weight.spec, scheme_of(weight.spec), m, False, tile)
+                judge(plan(x, packed(weight), None), x, weight)
+
+
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 8, 9, 16, 17, 24, 33, 65, 97, 129, 200, 257, 300, 1000, 2049])
 def test_rows_on_layers_of_several_shapes(m):
     for n, k in ((4096, 4096), (1024, 4096), (10240, 2048), (2053, 4304)):

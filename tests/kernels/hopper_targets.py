@@ -1,5 +1,6 @@
 """Compiles the Hopper kernels for sm_90a without a GPU, one variant a line of JSON. Run by test_hopper_compile.py."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from bitline import types
-from bitline.kernels.hopper import decode_device, launch, wide_device
+from bitline.kernels.hopper import decode_device, launch, ring_device, wide_device
 from bitline.kernels.hopper.scheme import scheme_of
 from bitline.types import LinearSpec
 
@@ -23,7 +24,11 @@ SPECS = {
     "g128": BASE,
     "wide g128": BASE.replace(n=28672),
     "deep g128": BASE.replace(n=8192, k=28672),
-    "odd g128": BASE.replace(n=4104, k=4160, bias=True),
+    "tall g128": BASE.replace(k=14336),
+    "square g128": BASE.replace(n=8192, k=8192),
+    "odd g128": BASE.replace(n=4104, k=4160),
+    "odd bias g128": BASE.replace(n=4104, k=4160, bias=True),
+    "wide odd g128": BASE.replace(n=13653, k=4304),
     "g128 fp16": BASE.replace(act_dtype=torch.float16, scale_dtype=torch.float16),
     "g32 float32 scales": BASE.replace(block=(1, 32), scale_dtype=torch.float32),
     "g64 zero": BASE.replace(weight=types.uint4, zero="int", block=(1, 64)),
@@ -40,6 +45,10 @@ SPECS = {
 }
 ROWS = {
     "g128": (1, 16, 17, 64, 256, 1024),
+    "tall g128": (1, 16),
+    "odd g128": (1, 16),
+    "square g128": (1, 16),
+    "wide odd g128": (1, 16),
     "wide g128": (1, 16, 32, 64, 96, 128, 160, 192, 256, 300, 4096),
     "deep g128": (1, 16, 64, 256),
 }
@@ -70,7 +79,11 @@ def decode(spec, m):
     constants = dict(zip(("S", "G", "num_warps"), plan.constants, strict=True))
     lanes = constants["G"]
     weights = lanes.r * lanes.c * lanes.blocks * 32
-    return built(decode_device.decode, pointers, constants, plan.options), "HMMA", weights
+    kernel = ring_device.ring if lanes.depth else decode_device.decode
+    made = built(kernel, pointers, constants, plan.options)
+    claimed = plan.tile.shared_bytes(dataclasses.replace(scheme, blocks=lanes.blocks), m)
+    assert claimed <= made.metadata.shared < claimed + 512, (claimed, made.metadata.shared)
+    return made, "HMMA", weights
 
 
 def wide(spec, m):

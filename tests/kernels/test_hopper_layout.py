@@ -9,7 +9,7 @@ from bitline import bits, types
 from bitline.kernels.hopper import layout
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
-from bitline.kernels.hopper.tiles import _COSTS, shares, wide_tile
+from bitline.kernels.hopper.tiles import _COSTS, decode_tile, shares, wide_tile
 from bitline.testing.generators import random_weight
 from bitline.types import LinearSpec
 
@@ -93,6 +93,37 @@ def test_rows_cut_before_packing_are_rows_of_the_packed_form():
         shards = [GluonHopperLinearKernel.pack(weight.shard(dim, rank, parts)) for rank in range(parts)]
         for name in ("words", "scale"):
             assert torch.equal(torch.cat([s[name] for s in shards], dim), whole[name])
+
+
+def ring_places():
+    """(bytes copied, places written, bytes wanted, places read) of a warp, one for each 16-byte access of a lane, by the
+    formulas of `ring_device`: a block of words, then eight rows and 64 columns of x, whose bytes are counted row by row."""
+    lanes = range(32)
+    g, q = [lane // 4 for lane in lanes], [lane % 4 for lane in lanes]
+    yield (
+        [16 * lane for lane in lanes],
+        [((lane // 8) * 8 + ((lane % 8) ^ (lane // 8 * 2))) * 16 for lane in lanes],
+        [[128 * q[i] + 16 * g[i] for i in lanes]],
+        [[128 * q[i] + (g[i] ^ (2 * q[i])) * 16 for i in lanes]],
+    )
+    rows = [4 * j + lane // 8 for j in range(2) for lane in lanes]
+    first = [g[i] * 128 + ((2 * q[i]) ^ (g[i] % 2)) * 16 for i in lanes]
+    yield (
+        [128 * row + 16 * (i % 8) for i, row in enumerate(rows)],
+        [128 * row + ((i % 8) ^ (i // 8 % 2)) * 16 for i, row in enumerate(rows)],
+        [[128 * g[i] + 32 * q[i] + 16 * h for i in lanes] for h in range(2)],
+        [first, [at ^ 16 for at in first]],
+    )
+
+
+def test_the_ring_gives_each_lane_its_bytes_and_meets_no_bank_twice():
+    for copied, written, wanted, read in ring_places():
+        held = dict(zip(written, copied, strict=True))
+        assert len(held) == len(copied)
+        assert all([held[at] for at in places] == bytes_ for places, bytes_ in zip(read, wanted, strict=True))
+        for places in (written, *read):
+            for i in range(0, len(places), 8):  # eight lanes are served at a time
+                assert len({at // 16 % 8 for at in places[i : i + 8]}) == 8
 
 
 def decoded(halves, mask, shifts, factor, dtype):
@@ -238,6 +269,20 @@ def test_every_number_of_rows_has_a_tile():
         for n, k in ((16, 64), (1024, 4096), (13653, 4304), (151936, 4096)):
             tile = wide_tile(m, n, k, 132)
             assert 1 <= tile.p <= 132 and tile.bm + tile.bm2 < max(4 * m, 320)
+
+
+@pytest.mark.parametrize(
+    "n, k", [(1, 64), (100, 4160), (1024, 4096), (4096, 4096), (4104, 4160), (8192, 8192), (13653, 4304), (57344, 72)]
+)
+def test_few_rows_have_a_tile_of_the_layers_rows_that_fits(n, k):
+    base = BASE.replace(n=n, k=k)
+    for spec in (base, base.replace(weight=types.uint8, zero="int", block=(1, 16), scale_dtype=torch.float32)):
+        scheme, (tiles, columns) = scheme_of(spec), layout.padded(n, k)
+        for m in (1, 4, 8, 9, 16):
+            tile = decode_tile(m, tiles, columns // 64, scheme, False, k % 128 == 0)
+            whole = dataclasses.replace(scheme, blocks=2) if tile.depth else scheme
+            assert tile.shared_bytes(whole, m) <= 226 * 1024
+            assert not tile.depth or (tile.r * tile.groups <= tiles and tile.warps % tile.groups == 0 and tile.c == 1)
 
 
 def test_every_tile_fits_shared_memory_with_every_scheme():

@@ -3,8 +3,9 @@
 
 A program owns 16*R rows of W and all of K; its warps share K out, C units of 128 columns each per step, and add up through
 shared memory at the end, in a fixed order. Words come straight from memory into the registers that decode them, a step
-ahead of their use; x comes in 16-byte pieces from the cache (`layout` says why no shuffle is needed). Columns of x past M
-repeat row M - 1 and are not stored. The grid should be one wave of resident programs.
+ahead of their use; x comes in 16-byte pieces from the cache (`layout` says why no shuffle is needed). A load of a warp reads
+half of eight rows' 128 bytes; where `G.swap` is set, every other row's other half, so that they do not meet in the cache's
+banks. Columns of x past M repeat row M - 1 and are not stored. The grid should be one wave of resident programs.
 
 Every tensor here is [threads, R, C] with one element for each thread at each (R, C), so that a layout is only a numbering.
 """
@@ -27,9 +28,12 @@ def load_words(p, S: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def load_x(p, S: gl.constexpr, G: gl.constexpr):
-    """The lane's part of one row of x for a unit."""
-    return gl.inline_asm_elementwise(S.x[0], S.x[1], [p], dtype=(gl.int32,) * (8 * G.blocks), is_pure=False, pack=1)
+def load_x(p, odd, S: gl.constexpr, G: gl.constexpr):
+    """The lane's part of one row of x for a unit. odd: 16 in rows whose second halves are read first, else 0."""
+    a = (p,)
+    if G.swap:
+        a = (p + odd, p + (16 - odd), odd)
+    return gl.inline_asm_elementwise(S.x[0], S.x[1], a, dtype=(gl.int32,) * (8 * G.blocks), is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -119,9 +123,9 @@ def collapse(a, MT: gl.constexpr):
 @gluon.jit
 def step(acc, w, s, zw, valid, xa, S: gl.constexpr, G: gl.constexpr):
     """One unit of 64 or 128 columns: decode, multiply and add to acc."""
-    x = load_x(xa[0], S, G)
+    x = load_x(xa[0], xa[2], S, G)
     if G.mt == 2:
-        x = x + load_x(xa[1], S, G)
+        x = x + load_x(xa[1], xa[2], S, G)
     a = w + x
     if S.zero:
         a = a + zw
@@ -182,6 +186,7 @@ def decode(
     g = lane // 4
     q = lane % 4
     u = (tid // 32) * C + c
+    odd = (g % 2) * 16
     pn = gl.program_id(0)
     rt = pn * R + r
     at = u
@@ -235,13 +240,13 @@ def decode(
         else:
             sn = s
             zn = z
-        acc = step(acc, w, s, z, u < units + ST, (xp0, xp1), S, G)
+        acc = step(acc, w, s, z, u < units + ST, (xp0, xp1, odd), S, G)
         w = wn
         s = sn
         z = zn
         xp0 = n0
         xp1 = n1
-    acc = step(acc, w, s, z, u < units, (xp0, xp1), S, G)
+    acc = step(acc, w, s, z, u < units, (xp0, xp1, odd), S, G)
     if S.fine > 1:
         acc = collapse(acc, G.mt)
     # sum over the warps

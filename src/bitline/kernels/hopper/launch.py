@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -37,10 +38,16 @@ class Code(NamedTuple):
     unit: tuple[str, str] = ("", "")
     words: tuple[str, str] = ("", "")
     x: tuple[str, str] = ("", "")
+    copy: tuple[str, str] = ("", "")
+    few: tuple[str, str] = ("", "")
+    piece: tuple[str, str] = ("", "")
 
 
 class Lanes(NamedTuple):
-    """The compile-time part of `tiles.Decode`, and what of the shape matters: mt, 8-row tiles of x; even: no remainders."""
+    """The compile-time part of `tiles.Decode`, and what of the shape matters: mt, 8-row tiles of x; even: no remainders.
+
+    wait, sync: the instructions that wait for a step's copies, and for the warps of a share of K.
+    """
 
     r: int
     c: int
@@ -48,6 +55,12 @@ class Lanes(NamedTuple):
     blocks: int
     even: bool
     pdl: bool = True
+    depth: int = 0
+    groups: int = 1
+    ring_x: bool = False
+    swap: bool = False
+    wait: str = ""
+    sync: str = ""
 
 
 class Geometry(NamedTuple):
@@ -65,16 +78,27 @@ class Geometry(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def code_of(scheme: Scheme, bias: bool, mt: int = 0) -> Code:
-    """The device code of a scheme for 8*mt rows, or for more than 16 with mt = 0."""
+def code_of(scheme: Scheme, bias: bool, mt: int = 0, x: str = "") -> Code:
+    """The device code of a scheme for 8*mt rows, or for more than 16 with mt = 0.
+
+    x: "" for words in registers, or "swap" with the halves of x swapped in every other row; else words in a ring, with x from
+    the cache ("even", or "odd" where K is no multiple of the columns of a unit) or from the ring as well ("ring").
+    """
     s, blocks = scheme, scheme.blocks
     common = (s.zero, s.width // 4, bias, s.alpha, ptx.duplicate(s.half, s.wide))
     if mt == 0:
         return Code(s.format, s.half, s.wide, s.fine, s.per, *common, ptx.fragment(s.format, s.half))
     per = 1 if s.fine > 1 else s.per // blocks
+    if x in ("even", "odd", "ring"):
+        loads = {"even": ptx.load_x(blocks), "odd": ptx.load_x_masked(blocks), "ring": ptx.ring_x(blocks, mt)}[x]
+        unit = ptx.mma_unit(s.format, s.half, blocks, mt, s.fine > 1, True)
+        return Code(
+            s.format, s.half, s.wide, s.fine, per, *common, ("", ""), unit, ("", ""), loads,
+            ptx.copy_words(blocks, s.width // 4), ptx.copy_few(), ptx.copy_piece(),
+        )  # fmt: skip
     return Code(
         s.format, s.half, s.wide, s.fine, per, *common, ("", ""), ptx.mma_unit(s.format, s.half, blocks, mt, s.fine > 1),
-        ptx.load_words(blocks * s.width // 4), ptx.load_x(blocks),
+        ptx.load_words(blocks * s.width // 4), ptx.swap_x(blocks) if x else ptx.load_x(blocks),
     )  # fmt: skip
 
 
@@ -86,14 +110,14 @@ def _triton() -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime import driver
 
-    from bitline.kernels.hopper import decode_device, wide_device
+    from bitline.kernels.hopper import decode_device, ring_device, wide_device
 
     def shared(swizzle: int, width: int) -> Any:
         return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=width, rank=2)
 
     utils = driver.active.utils
     return SimpleNamespace(
-        decode=decode_device.decode, wide=wide_device.wide, Descriptor=TensorDescriptor,
+        decode=decode_device.decode, ring=ring_device.ring, wide=wide_device.wide, Descriptor=TensorDescriptor,
         swizzled=shared(128, 16), plain32=shared(0, 32), plain16=shared(0, 16),
         fill=getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor,  # since 3.7, and before
         dtypes=TMA_DTYPE_DEVICE_TO_HOST,
@@ -113,7 +137,7 @@ def prepare() -> None:
     kernels = _triton()
     triton_key()  # a hash of its library, 400 MB
     make_backend(driver.active.get_current_target()).hash()  # asks ptxas for its version
-    for kernel in (kernels.decode, kernels.wide):
+    for kernel in (kernels.decode, kernels.ring, kernels.wide):
         kernel.cache_key  # noqa: B018  # of the functions that it calls
 
 
@@ -190,15 +214,28 @@ class _DecodePlan:
         self.spec = spec  # kept alive, so that its identity stays its own
         mt = 1 if m <= 8 else 2
         tiles, columns = layout.padded(spec.n, spec.k)
-        units = columns // (64 * scheme.blocks)
-        tile = tile or decode_tile(m, tiles, units, scheme)
-        step = tile.warps * tile.c
+        tile = tile or decode_tile(m, tiles, columns // 64, scheme, bias, spec.k % 128 == 0)
+        self.tile = tile
+        self.pads = tile.depth == 0  # x to whole blocks; the ring takes rows of any multiple of 16 bytes
+        if tile.depth and scheme.per == 2:
+            scheme = dataclasses.replace(scheme, blocks=2)  # the second of the last may be missing
+        units = -(-columns // (64 * scheme.blocks))
+        step = tile.warps // tile.groups * tile.c
         steps = -(-units // step)
-        even = units == steps * step and tiles % tile.r == 0
-        self.constants = (code_of(scheme, bias, mt), Lanes(tile.r, tile.c, mt, scheme.blocks, even), tile.warps)
+        even = units == steps * step
+        lanes = Lanes(tile.r, tile.c, mt, scheme.blocks, even and tiles % tile.r == 0, swap=tile.swap)
+        code = code_of(scheme, bias, mt, "swap" if tile.swap else "")
+        if tile.depth:
+            even = even and spec.k % (64 * scheme.blocks) == 0
+            lanes = Lanes(
+                tile.r, tile.c, mt, scheme.blocks, even, depth=tile.depth, groups=tile.groups, ring_x=tile.ring_x,
+                wait=f"cp.async.wait_group {tile.depth - 2}; // $0", sync=f"bar.sync $1, {32 * tile.groups}; // $0",
+            )  # fmt: skip
+            code = code_of(scheme, bias, mt, "ring" if tile.ring_x else "even" if even else "odd")
+        self.constants = (code, lanes, tile.warps)
         self.options = {"num_warps": tile.warps, "launch_pdl": True, **({"maxnreg": tile.registers} if tile.registers else {})}
-        self.programs = -(-tiles // tile.r)
-        self.numbers = (units, tiles, scheme.groups, steps)
+        self.programs = -(-tiles // (tile.r * tile.groups))
+        self.numbers = (columns // 64 if tile.depth else units, tiles, scheme.groups, steps)
         self.tail = (*self.numbers, *self.constants)
         self.new = _new()
         self.binary: _Binary | None = None
@@ -217,7 +254,8 @@ class _DecodePlan:
                     x, words, _Typed(scale, "fp32" if scale.dtype == torch.float32 else "i32"), _Typed(zero, "i16"),
                     x if bias is None else bias, alpha, y, m, n, k, *self.numbers,
                 )  # fmt: skip
-                binary = _binaries[key] = _compile(_triton().decode, self.programs, typed, self.constants, self.options)
+                kernel = _triton().ring if self.constants[1].depth else _triton().decode
+                binary = _binaries[key] = _compile(kernel, self.programs, typed, self.constants, self.options)
                 self.binary = binary
                 return y
             self.binary = binary
@@ -253,6 +291,7 @@ class _WidePlan:
         self.inputs: dict[int, tuple[Any, ...]] = {}
         self.outputs: dict[int, tuple[Any, ...]] = {}
         self.new = _new()
+        self.pads = False
         self.binary: _Binary | None = None
 
     def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
@@ -390,15 +429,15 @@ def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSp
     if perm.numel():
         x = x.index_select(1, perm)
     m = x.shape[0]
-    if k % 64 and (m <= DECODE_ROWS or k % 8):
+    key = (id(spec), m if m > DECODE_ROWS else 4 if m <= 4 else 8 if m <= 8 else 16, bias is not None, index)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _plan(spec, m, bias is not None, index)
+    if k % 64 and (plan.pads or k % 8):
         x = torch.nn.functional.pad(x, (0, -k % 64))
     elif x.data_ptr() % 16:
         x = x.clone()
     if bias is not None and bias.data_ptr() % 16:
         bias = bias.clone()
-    key = (id(spec), m if m > DECODE_ROWS else 4 if m <= 4 else 8 if m <= 8 else 16, bias is not None, index)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _plan(spec, m, bias is not None, index)
     result: Tensor = plan(x, packed, bias)
     return result

@@ -99,19 +99,21 @@ class Format:
         return s + self._biased(out)
 
 
-def mma_unit(name: str, half: bool, blocks: int, mt: int, scaled: bool) -> tuple[str, str]:
+def mma_unit(name: str, half: bool, blocks: int, mt: int, scaled: bool, ring: bool = False) -> tuple[str, str]:
     """(assembly, constraints): `blocks` times 64 columns of a 16-row tile against 8*mt rows of x.
 
-    Inputs: words [blocks][planes][4], x [mt][blocks][half][4], then the words of zero points where the format has them (one
-    for each block if scaled), then (scaled) for each block the scale of rows g and g + 8 as pairs, then 4*mt sums to start
-    from. Outputs: 4*mt sums.
+    Inputs: words [blocks][planes][4] (ring: the address of the lane's 16 bytes of the first, in shared memory, the others 512
+    apart), x [mt][blocks][half][4], then the words of zero points where the format has them (one for each block if scaled),
+    then (scaled) for each block the scale of rows g and g + 8 as pairs, then 4*mt sums to start from. Outputs: 4*mt sums.
     """
     f = Format(name, half)
     planes = f.planes
     no = 4 * mt
     at = no
-    w = [f"${at + i}" for i in range(4 * planes * blocks)]
-    at += len(w)
+    count = planes * blocks
+    w = [f"w{i}" if ring else f"${at + i}" for i in range(4 * count)]
+    slot = f"${at}"
+    at += 1 if ring else len(w)
     x = [[f"${at + m * 8 * blocks + i}" for i in range(8 * blocks)] for m in range(mt)]
     at += 8 * blocks * mt
     zeros = [f"${at + b}" for b in range(blocks if scaled else 1)] if f.zero else []  # of each block, or of the unit
@@ -120,6 +122,9 @@ def mma_unit(name: str, half: bool, blocks: int, mt: int, scaled: bool) -> tuple
     at += 2 * len(scale)
     c = [f"${at + i}" for i in range(no)]
     s = f"{{ .reg .b32 {f.registers}; {f.constants(*zeros[:1])}\n"
+    if ring:
+        s += f".reg .b32 {','.join(w)};"
+        s += "".join(f"ld.shared.v4.b32 {{{','.join(w[4 * i : 4 * i + 4])}}},[{slot}+{512 * i}];" for i in range(count))
     for i in range(no):
         s += f"mov.b32 ${i}, {c[i]};"
     kind = "f16" if half else "bf16"
@@ -139,7 +144,7 @@ def mma_unit(name: str, half: bool, blocks: int, mt: int, scaled: bool) -> tuple
                         f"\nmma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{d}}},{{a0,a1,a2,a3}},"
                         f"{{{x[m][at]},{x[m][at + 1]}}},{{{d}}};\n"
                     )
-    inputs = len(w) + 8 * blocks * mt + len(zeros) + 2 * len(scale)
+    inputs = (1 if ring else len(w)) + 8 * blocks * mt + len(zeros) + 2 * len(scale)
     return s + "}", ",".join(["=&f"] * no + ["r"] * inputs + ["f"] * no)
 
 
@@ -152,6 +157,16 @@ def load_words(count: int) -> tuple[str, str]:
     return s, ",".join(["=r"] * 4 * count if count == 1 else ["=&r"] * 4 * count) + ",l"
 
 
+def copy_words(blocks: int, planes: int) -> tuple[str, str]:
+    """16 bytes of each plane, 512 apart, of one or two blocks to as many places 512 apart in shared memory."""
+    s = "".join(
+        f"cp.async.cg.shared.global [$1+{512 * (b * planes + p)}],[${2 + b}+{512 * p}],16;"
+        for b in range(blocks)
+        for p in range(planes)
+    )
+    return s + " // $0", "=r,r" + ",l" * blocks
+
+
 def load_x(blocks: int) -> tuple[str, str]:
     """For each block of 64 columns 32 bytes of a row of x, as two halves."""
     s = ""
@@ -159,6 +174,48 @@ def load_x(blocks: int) -> tuple[str, str]:
         out = f"{{${4 * i},${4 * i + 1},${4 * i + 2},${4 * i + 3}}}"
         s += f"ld.global.nc.v4.b32 {out},[${8 * blocks}+{128 * (i // 2) + 16 * (i % 2)}];"
     return s, ",".join(["=&r"] * 8 * blocks) + ",l"
+
+
+def load_x_masked(blocks: int) -> tuple[str, str]:
+    """`load_x`, with zeros in place of 16-byte pieces that do not lie in the bytes left from the address on."""
+    n = 8 * blocks
+    s = "{ .reg .pred p;" + "".join(f"mov.b32 ${i},0;" for i in range(n))
+    for i in range(2 * blocks):
+        at = 128 * (i // 2) + 16 * (i % 2)
+        out = f"{{${4 * i},${4 * i + 1},${4 * i + 2},${4 * i + 3}}}"
+        s += f"setp.gt.s32 p,${n + 1},{at}; @p ld.global.nc.v4.b32 {out},[${n}+{at}];"
+    return s + "}", ",".join(["=&r"] * n) + ",l,r"
+
+
+def copy_few() -> tuple[str, str]:
+    """16 bytes to shared memory if the third number is positive."""
+    return "{ .reg .pred p; setp.gt.s32 p,$3,0; @p cp.async.cg.shared.global [$1],[$2],16; } // $0", "=r,r,l,r"
+
+
+def copy_piece() -> tuple[str, str]:
+    """16 bytes to shared memory, of which so many are copied and the others zero; the cache keeps them, others read them."""
+    return "cp.async.ca.shared.global [$1],[$2],16,$3; // $0", "=r,r,l,r"
+
+
+def ring_x(blocks: int, mt: int) -> tuple[str, str]:
+    """`load_x` from shared memory, where blocks are 1024 * mt apart; two addresses: of the first and second halves."""
+    s = ""
+    for i in range(2 * blocks):
+        out = f"{{${4 * i},${4 * i + 1},${4 * i + 2},${4 * i + 3}}}"
+        s += f"ld.shared.v4.b32 {out},[${8 * blocks + i % 2}+{1024 * mt * (i // 2)}];"
+    return s, ",".join(["=&r"] * 8 * blocks) + ",r,r"
+
+
+def swap_x(blocks: int) -> tuple[str, str]:
+    """`load_x` where the lanes whose third number is not 0 read the second halves first; two addresses, in their order."""
+    n = 8 * blocks
+    s = f"{{ .reg .pred p; .reg .b32 a<8>; setp.ne.s32 p,${n + 2},0;"
+    for b in range(blocks):
+        for h in range(2):
+            s += f"ld.global.nc.v4.b32 {{a{4 * h},a{4 * h + 1},a{4 * h + 2},a{4 * h + 3}}},[${n + h}+{128 * b}];"
+        for i in range(4):
+            s += f"selp.b32 ${8 * b + i},a{4 + i},a{i},p; selp.b32 ${8 * b + 4 + i},a{i},a{4 + i},p;"
+    return s + "}", ",".join(["=&r"] * n) + ",l,l,r"
 
 
 def fragment(name: str, half: bool) -> tuple[str, str]:

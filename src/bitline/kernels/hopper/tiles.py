@@ -12,12 +12,31 @@ SHARED = 226 * 1024  # bytes that a program may take, less what barriers do
 
 
 class Decode(NamedTuple):
-    """Up to 16 rows of x. r: 16-row tiles of W in a program. c: units of a warp's step. registers: a cap, 0 for none."""
+    """Up to 16 rows of x. r: 16-row tiles of W of a warp. c: units of a warp's step. registers: a cap, 0 for none.
+
+    depth: steps of the ring in shared memory, 0 for words in registers. groups: warps that share x, with r tiles each.
+    ring_x: x goes through the ring as well. swap: see `decode_device`; only with words in registers.
+    """
 
     r: int
     c: int
     warps: int
     registers: int = 0
+    depth: int = 0
+    groups: int = 1
+    ring_x: bool = False
+    swap: bool = False
+
+    def shared_bytes(self, scheme: Scheme, m: int) -> int:
+        """Shared memory of a program: the ring, or the sums of its warps."""
+        mt = 1 if m <= 8 else 2
+        sums = 512 * self.warps * self.r * mt
+        if not self.depth:
+            return sums
+        tables = (scheme.blocks * scheme.fine if scheme.fine > 1 else 1) if scheme.per else 0
+        tile = 512 * scheme.blocks * scheme.width // 4 + tables * ((64 if scheme.wide else 32) + (16 if scheme.zero else 0))
+        step = self.groups * self.r * tile + (1024 * mt * scheme.blocks if self.ring_x else 0)
+        return max(self.warps // self.groups * self.depth * -(-step // 128) * 128, sums)
 
 
 class Wide(NamedTuple):
@@ -52,10 +71,39 @@ class Wide(NamedTuple):
         return tile
 
 
+def _timed(few: bool, waves: float, blocks: int, even: bool) -> Decode | None:
+    """The fastest of some sixty tiles at nine layers, where it was not the one of the rules below; symmetric 4 bits, groups of
+    128 columns, bfloat16. few: up to 8 rows."""
+    if waves <= 0.5 or waves > 16 or blocks < 64:
+        return None
+    if waves <= 1.0:
+        if few:
+            return Decode(1, 1, 16, 0, 3, 2, True) if blocks <= 80 or not even else Decode(1, 1, 16, 0, 2)
+        return Decode(2, 1, 16, swap=True) if even else Decode(1, 1, 8, 0, 4, 2, True)
+    if not even:
+        return Decode(2, 1, 8, 0, 4, 2, True) if few else Decode(2, 1, 16, 0, 2, 4, True)
+    if waves <= 1.3:
+        return Decode(1, 1, 8) if few else Decode(2, 1, 8, 0, 2)
+    if few:
+        return None
+    if waves <= 2.5:
+        return Decode(1, 1, 16, 0, 3, 4, True) if waves > 1.7 and blocks <= 256 else None
+    return Decode(1, 1, 8, 0, 3, 4, True) if waves > 5 and blocks >= 128 else Decode(2, 1, 4, 0, 3, 2, True)
+
+
 @functools.lru_cache(maxsize=4096)
-def decode_tile(m: int, tiles: int, units: int, scheme: Scheme, sms: int = 132) -> Decode:
-    """For `tiles` 16-row tiles of W and `units` pieces of K: as many warps a program as one wave of programs leaves room for."""
+def decode_tile(m: int, tiles: int, blocks: int, scheme: Scheme, bias: bool, even: bool, sms: int = 132) -> Decode:
+    """For `tiles` 16-row tiles of W and `blocks` of 64 columns; even: K is a multiple of 128.
+
+    As many warps a program as one wave of programs leaves room for; `_timed` first.
+    """
     waves = tiles / (2 * sms)  # of programs with two tiles, one for each multiprocessor
+    unusual = scheme.half or scheme.wide or scheme.alpha or bias
+    if (scheme.format, scheme.fine, scheme.per) == ("u4", 1, 2) and not unusual:
+        tile = _timed(m <= 8, waves, blocks, even)
+        if tile:
+            return tile
+    units = blocks // scheme.blocks
     plain = scheme.width == 4 and scheme.fine == 1  # few registers
     if waves <= 0.5:
         return Decode(1, 2, 16) if m <= 8 and plain else Decode(1, 1, 16)
