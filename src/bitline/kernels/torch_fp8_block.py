@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
     backend = "torch"
     families = ("fp8_block",)
     quantizes_input = True
-    measured = ("sm90",)
+    measured: ClassVar[tuple[str, ...]] = ("sm90",)
     act_dtypes = (torch.bfloat16,)
 
     @classmethod

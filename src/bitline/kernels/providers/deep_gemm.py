@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
 
     backend = "deep_gemm"
     priority = 5
-    measured = ()
+    measured: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
@@ -84,7 +84,7 @@ class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLin
 
     backend = "flashinfer_deepgemm"
     priority = 8
-    measured = ()
+    measured: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
