@@ -48,7 +48,7 @@ def test_conformance(spec):
     check_kernel(GluonHopperLinearKernel, [spec], device="cuda")
 
 
-@pytest.mark.parametrize("shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} mr{t.mr} {'pdl' if t.pdl else ''}")
+@pytest.mark.parametrize("shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}")
 def test_every_tile_whole_and_cut(shape):
     for spec in (BASE.replace(n=1024, k=2048, bias=True), BASE.replace(weight=types.uint4, zero="int", block=(1, 64))):
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
@@ -56,7 +56,7 @@ def test_every_tile_whole_and_cut(shape):
             bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
             for m in (17, 90, 321):
                 x = given(m, spec, m, "cuda")
-                for programs in (1, 5, 132):
+                for programs in (1, 5, 64, 132):
                     tile = shape._replace(p=programs)
                     plan = launch._WidePlan(spec, scheme_of(spec), m, bias is not None, 132, tile)
                     judge(plan(x, packed(weight), bias), x, weight)

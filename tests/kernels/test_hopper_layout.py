@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bitline import bits, types
-from bitline.kernels.hopper import layout
+from bitline.kernels.hopper import launch, layout
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
-from bitline.kernels.hopper.tiles import _COSTS, decode_tile, shares, wide_tile
+from bitline.kernels.hopper.tiles import _COSTS, _programs, decode_tile, shares, wide_tile
 from bitline.testing.generators import random_weight
 from bitline.types import LinearSpec
 
@@ -264,11 +264,20 @@ def test_every_stage_of_every_tile_has_one_program_and_the_parts_are_awaited(tot
     assert (done == 1).all() and torch.equal(parts, awaited)
 
 
+def test_flags_of_a_launch_have_room():
+    for tile in _COSTS:
+        for total in (1, 2, 31, 64, 131, 132, 224, 1000):
+            for programs in _programs(total, 132, tile):
+                cut = shares(total, 32, programs)[2] // 32
+                assert 0 < programs <= 132 * tile.each
+                assert cut * tile.nb * tile.mr * (2 if tile.bm2 else 1) <= launch._SLOT
+
+
 def test_every_number_of_rows_has_a_tile():
     for m in (17, 33, 96, 97, 300, 1000, 2049, 50000):
         for n, k in ((16, 64), (1024, 4096), (13653, 4304), (151936, 4096)):
             tile = wide_tile(m, n, k, 132)
-            assert 1 <= tile.p <= 132 and tile.bm + tile.bm2 < max(4 * m, 320)
+            assert 1 <= tile.p <= 132 * tile.each and tile.bm + tile.bm2 < max(4 * m, 320)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from bitline.errors import InputError
 from bitline.kernels.hopper import layout, ptx
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
-from bitline.kernels.hopper.tiles import Decode, Wide, decode_tile, shares, wide_tile
+from bitline.kernels.hopper.tiles import FLAGS, Decode, Wide, decode_tile, shares, wide_tile
 from bitline.types import LinearSpec
 
 DECODE_ROWS = 16
@@ -74,7 +74,10 @@ class Geometry(NamedTuple):
     gn: int
     pdl: bool
     sb: bool
-    bm2: int = 0
+    bm2: int
+    registers: int
+    left: int
+    stagger: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -281,9 +284,11 @@ class _WidePlan:
         p = self.programs
         self.numbers = (spec.n, stages, tm, tn, p, whole, rest)
         self.scratch = p * nt * 64 * (t.bm + t.bm2) if rest else 0
-        self.constants = (code_of(scheme, bias), Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.sb, t.bm2))
-        self.options = {"num_warps": 4, "launch_pdl": t.pdl}
         self.key = (spec.n, spec.k)
+        first, registers, left = t.registers
+        geometry = Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.sb, t.bm2, registers, left, t.stagger)
+        self.constants = (code_of(scheme, bias), geometry)
+        self.options = {"num_warps": 4, "launch_pdl": t.pdl, **({"maxnreg": first} if first else {})}
         self.boxes = (nt * 4, 128 * scheme.width // 4, (16 if scheme.wide else 8) * scheme.fine, 8 * scheme.fine)
         self.shape = (m, -(-spec.n // 8) * 8)
         self.strides = (self.shape[1], 1)
@@ -376,7 +381,7 @@ def _form(meta: dict[str, Any]) -> tuple[Any, ...]:
     return (meta["swizzle"], meta["elem_size"], _triton().dtypes[meta["elem_type"]], *meta["block_size"])
 
 
-_SLOT, _SLOTS = 1024, 8192  # int32 flags of one launch; captured launches that share the pool
+_SLOT, _SLOTS = FLAGS, 8192  # int32 flags of one launch; captured launches that share the pool
 _spaces: dict[tuple[int, int], tuple[int, int, int, tuple[Tensor, Tensor]]] = {}
 _pools: dict[int, tuple[Tensor, Iterator[int]]] = {}
 

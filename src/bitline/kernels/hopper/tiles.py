@@ -9,6 +9,7 @@ from typing import NamedTuple
 from bitline.kernels.hopper.scheme import Scheme
 
 SHARED = 226 * 1024  # bytes that a program may take, less what barriers do
+FLAGS = 1024  # int32 of a launch, that count the parts of cut tiles
 
 
 class Decode(NamedTuple):
@@ -44,6 +45,7 @@ class Wide(NamedTuple):
 
     gn: tiles along N that are worked on together, for the cache. pdl: start before the kernel before has ended. sb: a wait
     more, which keeps the compiler's order. nb: warpgroups. bm2: further rows of x, as a second product; 0 for none.
+    each: programs that share a multiprocessor. stagger: cycles by which each warpgroup starts after the one before.
     """
 
     bm: int
@@ -56,6 +58,15 @@ class Wide(NamedTuple):
     sb: bool
     nb: int = 2
     bm2: int = 0
+    each: int = 1
+    stagger: int = 0
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread at the start (0: all there are), of one that multiplies and of one that brings tiles."""
+        if self.each == 2:
+            return 80, 104, 32
+        return (0, 112, 24) if self.nb == 4 else (0, 232, 40)
 
     def shared_bytes(self, scheme: Scheme) -> int:
         """Shared memory of a program, but for some barriers: the ring of stages, and the tile of y."""
@@ -66,7 +77,7 @@ class Wide(NamedTuple):
     def fitted(self, scheme: Scheme) -> Wide:
         """The same with as many stages as there is room for."""
         tile = self
-        while tile.shared_bytes(scheme) > SHARED:
+        while tile.shared_bytes(scheme) > SHARED // self.each:
             tile = tile._replace(stages=tile.stages - 1)
         return tile
 
@@ -130,20 +141,24 @@ class _Cost(NamedTuple):
     part: float
 
 
-# Least squares over 1011 timings of twelve layers at 32 to 1024 rows; within 2 to 8 % of them in the median, and the
-# cheapest by this model is on average 1.4 % slower than the fastest that was timed.
+# Least squares over 905 timings of ten layers at 24 to 4096 rows; within 1 to 6 % of them in the median, and the cheapest by
+# this model is on average 1.3 % slower than the fastest that was timed.
 _COSTS = {
-    Wide(32, 2, 3, 1, 0, 8, True, False): _Cost(3.926, 0.235, -0.066, -0.152, 0.127),
-    Wide(32, 2, 4, 2, 0, 8, True, True): _Cost(3.741, 0.386, 0.477, 2.603, 0.221),
-    Wide(64, 2, 3, 1, 0, 8, True, False): _Cost(2.036, 0.276, 0.133, 1.825, 0.307),
-    Wide(64, 2, 4, 2, 0, 8, True, True): _Cost(2.377, 0.511, -1.053, 3.199, 1.015),
-    Wide(64, 2, 3, 1, 0, 8, True, False, bm2=32): _Cost(-0.043, 0.359, 0.122, 3.617, 0.642),
-    Wide(128, 2, 4, 1, 0, 8, True, False): _Cost(0.121, 0.422, 0.158, 4.790, 0.448),
-    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=32): _Cost(1.378, 0.560, -0.498, 1.854, 1.188),
-    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=64): _Cost(1.245, 0.622, -2.976, 2.928, 1.860),
-    Wide(256, 1, 4, 1, 0, 8, True, False): _Cost(-1.607, 0.770, -1.039, 10.840, 2.346),
-    Wide(256, 1, 4, 1, 0, 8, False, False): _Cost(-1.442, 0.838, 0.180, 6.814, 2.722),
-    Wide(256, 1, 3, 1, 0, 8, True, False, bm2=64): _Cost(5.757, 1.028, -4.056, 7.671, 3.104),
+    Wide(32, 2, 3, 1, 0, 8, True, False): _Cost(2.432, 0.233, 0.204, 1.435, 0.079),
+    Wide(32, 2, 4, 1, 0, 8, True, False, each=2): _Cost(2.984, 0.374, 0.0, 1.965, 0.309),
+    Wide(32, 2, 4, 1, 0, 8, True, False, 4): _Cost(3.617, 0.363, 0.071, 1.790, 0.325),
+    Wide(64, 2, 3, 1, 0, 8, True, False): _Cost(1.847, 0.269, 0.0, 2.434, 0.223),
+    Wide(64, 2, 3, 1, 0, 8, True, False, each=2): _Cost(0.721, 0.489, 0.0, 3.572, 0.810),
+    Wide(64, 2, 3, 1, 0, 8, True, False, 4): _Cost(2.989, 0.455, 0.0, 4.324, 0.427),
+    Wide(64, 2, 4, 2, 0, 8, True, True): _Cost(2.150, 0.494, 0.0, 3.920, 0.949),
+    Wide(64, 2, 3, 1, 0, 8, True, False, bm2=32): _Cost(1.619, 0.350, 0.0, 2.566, 0.525),
+    Wide(64, 2, 4, 1, 0, 8, True, False, 4, 32): _Cost(5.666, 0.549, 0.0, 6.213, 1.284),
+    Wide(128, 2, 4, 1, 0, 8, True, False, stagger=300): _Cost(0.724, 0.392, 0.0, 4.724, 0.373),
+    Wide(128, 1, 4, 2, 0, 8, True, False, stagger=600): _Cost(2.334, 0.730, 0.0, 7.454, 1.838),
+    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=32, stagger=300): _Cost(0.506, 0.496, 0.0, 5.195, 0.842),
+    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=64, stagger=300): _Cost(1.262, 0.548, 0.0, 6.286, 1.373),
+    Wide(256, 1, 4, 1, 0, 32, True, False): _Cost(0.814, 0.679, 0.0, 9.267, 1.970),
+    Wide(256, 1, 3, 1, 0, 8, True, False, bm2=64): _Cost(5.064, 0.921, 0.0, 10.090, 2.857),
 }
 
 
@@ -159,11 +174,16 @@ def shares(total: int, stages: int, programs: int) -> tuple[int, int, int]:
     return p, total // p, (total % p) * stages
 
 
-def _programs(total: int, sms: int) -> list[int]:
-    """Numbers of programs worth a look: all, a power of two, and the most that share the tiles out evenly."""
-    even = next((p for p in range(sms, sms * 3 // 4, -1) if total % p == 0), 0)
-    power = 1 << (sms.bit_length() - 1)
-    return list(dict.fromkeys(p for p in (even, sms, power) if p))
+def _programs(total: int, sms: int, tile: Wide) -> list[int]:
+    """Numbers of programs worth a look: all, a power of two, the most that share the tiles out evenly, and the most of which
+    a tile has as many as any other. Where one of the last two is nearly all, nothing else is."""
+    slots = sms * tile.each
+    even = next((p for p in range(slots, slots * 3 // 4, -1) if total % p == 0), 0)
+    alike = total * (slots // total)
+    power = tile.each << (sms.bit_length() - 1)
+    best = [p for p in (even, alike) if p >= 0.95 * slots]
+    room = FLAGS // (tile.nb * tile.mr * (2 if tile.bm2 else 1)) + 1  # the last tile is never cut
+    return list(dict.fromkeys(p for p in best or (even, alike, slots, power) if 0 < p <= room))
 
 
 def _cost(tile: Wide, cost: _Cost, m: int, n: int, k: int) -> float:
@@ -182,7 +202,7 @@ def wide_tile(m: int, n: int, k: int, sms: int) -> Wide:
         total = math.ceil(m / (shape.bm + shape.bm2)) * math.ceil(n / (64 * shape.nb * shape.mr))
         if total > 4096 and shape.bm < 128:
             continue  # many rows: small tiles read x too often, which the timings do not cover
-        for p in _programs(total, sms):
+        for p in _programs(total, sms, shape):
             tile = shape._replace(p=p)
             value = _cost(tile, cost, m, n, k)
             if value < least:

@@ -220,7 +220,7 @@ def finish(
                 f = gl.atomic_add(flags + (j * NT + b) * FLAGS + part, 0, sem="acquire", scope="gpu")
             barrier()
             gl.atomic_xchg(flags + (j * NT + b) * FLAGS + part, 0, sem="relaxed", scope="gpu")
-            if BM <= 64:  # independent loads first: three parts are what even splits have
+            if BM <= 32 or (BM == 64 and G.registers > 200):  # independent loads first: three parts are what even splits have
                 l0 = gl.load(ws + ((p + 1) * NT + b) * SIZE + poff, cache_modifier=".cg")
                 two = (poff >= 0) & (others > 1)
                 three = (poff >= 0) & (others > 2)
@@ -245,6 +245,17 @@ def finish(
         fence_async_shared()
         barrier()
         async_store(od, [m, n], o)
+
+
+@gluon.jit
+def delay(CYCLES: gl.constexpr):
+    """Wait, so that a warpgroup decodes while another multiplies: side by side they would do the same at the same time."""
+    T: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ASM: gl.constexpr = (
+        "{.reg .u32 a,b; .reg .pred p; mov.u32 a,%clock;"
+        "again: mov.u32 b,%clock; sub.u32 b,b,a; setp.lt.u32 p,b,$1; @p bra again; mov.u32 $0,b;}"
+    )
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], CYCLES, gl.int32, T)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -277,6 +288,8 @@ def consumer(
     X = weights(wb, sb, zb, 0, b0, A, S)
     if G.mr == 2:
         Y = weights(wb, sb, zb, 0, b1, A, S)
+    if c * G.stagger > 0:
+        delay(c * G.stagger)
     for s in range(whole + parts):
         tile, k0, k1, pn, pm = segment(s, p, P, whole, u0, u1, KS, TM, TN, G.gn)
         acc = gl.zeros([64, BM], gl.float32, mma)
@@ -383,16 +396,26 @@ def wide(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=G.nb)
+    REGS: gl.constexpr = G.registers
+    LEFT: gl.constexpr = G.left
     # fmt: off
     if G.nb == 1:
         gl.warp_specialize([
             (consumer, (0, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
             (producer, (xd, xe, wd, sd, zd, xb, xc, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
-        ], [1], [40])
-    else:
+        ], [1], [LEFT])
+    elif G.nb == 2:
         gl.warp_specialize([
             (consumer, (0, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
             (consumer, (1, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
             (producer, (xd, xe, wd, sd, zd, xb, xc, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
-        ], [4, 1], [232, 40])
+        ], [4, 1], [REGS, LEFT])
+    else:
+        gl.warp_specialize([
+            (consumer, (0, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
+            (consumer, (1, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
+            (consumer, (2, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
+            (consumer, (3, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
+            (producer, (xd, xe, wd, sd, zd, xb, xc, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
+        ], [4, 4, 4, 1], [REGS, REGS, REGS, LEFT])
     # fmt: on
