@@ -232,7 +232,8 @@ def choose(
     check_names(policy, entries)
     candidates = [_judge(entry, spec, platform, policy) for entry in entries]
     settled = any(c.verdict and not c.loose and not c.kernel.emulates for c in candidates)
-    stands_in = lambda c: c.kernel.emulates and platform.vendor != "cpu"  # on a CPU it may be the fastest for many rows
+    # What stands in for units that a GPU may have comes last, unless its times were measured there.
+    stands_in = lambda c: c.kernel.emulates and platform.vendor != "cpu" and c.kernel.cost_basis(platform) != "measured"
     candidates.sort(
         key=lambda c: (not c.verdict, not c.supported, settled and c.loose, stands_in(c), c.score, -c.priority, c.name)
     )

@@ -111,6 +111,7 @@ class TritonFakeQuantLinearKernel(Kernel):
     backend = "triton"
     quantizes_input = True
     emulates = True
+    measured = ("sm90",)
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
