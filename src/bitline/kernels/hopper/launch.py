@@ -275,7 +275,7 @@ class _WidePlan:
     """A launch for one number of rows above 16."""
 
     def __init__(self, spec: LinearSpec, scheme: Scheme, m: int, bias: bool, sms: int, tile: Wide | None = None) -> None:
-        t = (tile or wide_tile(m, spec.n, spec.k, sms)).fitted(scheme)
+        t = (tile or wide_tile(m, spec.n, spec.k, sms, scheme.usual)).fitted(scheme)
         self.spec, self.scheme, self.tile = spec, scheme, t
         nt = t.nb * t.mr
         stages = -(-layout.padded(spec.n, spec.k)[1] // (64 * t.h))

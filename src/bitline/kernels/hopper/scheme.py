@@ -46,6 +46,11 @@ class Scheme:
         return 64 * self.per // self.fine
 
     @property
+    def usual(self) -> bool:
+        """Symmetric 4 bits in groups of 128 with bfloat16 inputs, which tiles are tried with first."""
+        return self.format == "u4" and (self.fine, self.per) == (1, 2) and not (self.half or self.wide or self.alpha)
+
+    @property
     def zero(self) -> bool:
         """With zero points."""
         return self.format.startswith("z")

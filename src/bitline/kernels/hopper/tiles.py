@@ -109,8 +109,7 @@ def decode_tile(m: int, tiles: int, blocks: int, scheme: Scheme, bias: bool, eve
     As many warps a program as one wave of programs leaves room for; `_timed` first.
     """
     waves = tiles / (2 * sms)  # of programs with two tiles, one for each multiprocessor
-    unusual = scheme.half or scheme.wide or scheme.alpha or bias
-    if (scheme.format, scheme.fine, scheme.per) == ("u4", 1, 2) and not unusual:
+    if scheme.usual and not bias:
         tile = _timed(m <= 8, waves, blocks, even)
         if tile:
             return tile
@@ -195,10 +194,18 @@ def _cost(tile: Wide, cost: _Cost, m: int, n: int, k: int) -> float:
 
 
 @functools.lru_cache(maxsize=65536)
-def wide_tile(m: int, n: int, k: int, sms: int) -> Wide:
-    """The cheapest tile and number of programs for x [m, k] and W [n, k] on `sms` multiprocessors."""
+def wide_tile(m: int, n: int, k: int, sms: int, timed: bool = True) -> Wide:
+    """The cheapest tile and number of programs for x [m, k] and W [n, k] on `sms` multiprocessors.
+
+    timed: the scheme is the one that all tiles have run with, symmetric 4 bits in groups of 128 with bfloat16 inputs. Others
+    take those that every scheme has run with.
+    """
     best, least = None, math.inf
     for shape, cost in _COSTS.items():
+        if not timed:
+            if shape.nb == 4 or shape.each == 2 or (shape.bm, shape.mr) == (128, 2):
+                continue
+            shape = shape._replace(stagger=0)
         total = math.ceil(m / (shape.bm + shape.bm2)) * math.ceil(n / (64 * shape.nb * shape.mr))
         if total > 4096 and shape.bm < 128:
             continue  # many rows: small tiles read x too often, which the timings do not cover
