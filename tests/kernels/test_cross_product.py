@@ -18,7 +18,7 @@ from test_torch_micro import checked
 from test_torch_micro import product as micro_product
 
 from bitline import Platform
-from bitline.kernels import registry, torch_fp8
+from bitline.kernels import registry
 from bitline.kernels.providers import aiter, deep_gemm, fbgemm, humming
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "providers"))
@@ -56,7 +56,6 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None, **more):
 def packages(monkeypatch):
     """Stand-ins of every package."""
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setattr(torch_fp8, "_has_triton", lambda: False)  # its kernel quantizes on a GPU alone
     monkeypatch.setattr(deep_gemm, "installed_packages", lambda: {"deep_gemm": "2"})
     cached = (aiter._product, fbgemm._ops, deep_gemm._deep_gemm, humming._config)
     with ExitStack() as stack:
