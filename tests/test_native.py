@@ -16,15 +16,6 @@ core = native.core()
 needs_core = pytest.mark.skipif(core is None, reason=f"no native core: {native.why_not()}")
 
 
-@pytest.fixture(params=native.isas() or native.LEVELS[:1])
-def level(request):
-    """Every level that this machine has, one after the other."""
-    before = native.isa()
-    native.use_isa(request.param)
-    yield request.param
-    native.use_isa(before)
-
-
 def say(code, **variables):
     """What a new process prints."""
     done = subprocess.run(

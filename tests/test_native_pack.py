@@ -21,12 +21,9 @@ STEPS = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=native.isas() or native.LEVELS[:1], autouse=True)
-def level(request):
-    before = native.isa()
-    native.use_isa(request.param)
-    yield request.param
-    native.use_isa(before)
+@pytest.fixture(autouse=True)
+def every_level(level):
+    """Each test at each level."""
 
 
 def slow_codes(codes, plan):

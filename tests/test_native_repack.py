@@ -21,12 +21,9 @@ pytestmark = pytest.mark.skipif(native.core() is None, reason=f"no native core: 
 sizes = st.integers(1, 70)
 
 
-@pytest.fixture(params=native.isas() or native.LEVELS[:1], autouse=True)
-def level(request):
-    before = native.isa()
-    native.use_isa(request.param)
-    yield request.param
-    native.use_isa(before)
+@pytest.fixture(autouse=True)
+def every_level(level):
+    """Each test at each level."""
 
 
 @contextlib.contextmanager

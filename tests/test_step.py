@@ -18,14 +18,6 @@ transformers = pytest.importorskip("transformers")
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(params=native.isas() or native.LEVELS[:1])
-def level(request):
-    before = native.isa()
-    native.use_isa(request.param)
-    yield request.param
-    native.use_isa(before)
-
-
 @pytest.fixture(autouse=True)
 def inference():
     """On one thread: a second one would wait for other tests' processes at each of thousands of steps."""
@@ -168,11 +160,7 @@ def test_products_of_one_row_are_those_of_each_layer(schemes, level):
 
 def family(name, **changes):
     more = {"Qwen3": {"head_dim": 32}, "Mistral": {"sliding_window": None}}.get(name, {})
-    settings = {
-        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": 100, "max_position_embeddings": 1024, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 0, "initializer_range": 0.3,
-    }  # fmt: skip
+    settings = tiny.SETTINGS | {"max_position_embeddings": 1024}
     torch.manual_seed(0)
     with torch.inference_mode(mode=False):
         config = getattr(transformers, f"{name}Config")(**(settings | more | changes))

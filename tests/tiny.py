@@ -11,18 +11,19 @@ from safetensors.torch import save_file
 
 import bitline
 
+SETTINGS = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 100, "max_position_embeddings": 64, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+
 
 def llama(**changes: Any) -> Any:
     """A random Llama of two layers: hidden 64, 4 heads over 2 key-value heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings = {
-        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": 100, "max_position_embeddings": 64, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 0, "initializer_range": 0.3,
-    }  # fmt: skip
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**(settings | changes))).float().eval()
+    return LlamaForCausalLM(LlamaConfig(**(SETTINGS | changes))).float().eval()
 
 
 def compressed(

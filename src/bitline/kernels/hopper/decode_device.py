@@ -15,8 +15,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_WAIT = gl.constexpr("griddepcontrol.wait; // $0")
-_LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; // $0")
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name since, and before, Triton 3.7
+WAIT = gl.constexpr("griddepcontrol.wait; // $0")
+LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; // $0")
+
+
+@gluon.jit
+def do(text: gl.constexpr):
+    """One instruction without operands."""
+    gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -112,6 +119,25 @@ def quad(a0, a1, a2, a3):
 
 
 @gluon.jit
+def repeat(z, MT: gl.constexpr):
+    """z for each of the sums of MT 8-row tiles of x."""
+    if MT == 2:
+        return (z, z, z, z, z, z, z, z)
+    else:
+        return (z, z, z, z)
+
+
+@gluon.jit
+def write(y, row, col, bias_ptr, alpha_ptr, o_ptr, M, N, S: gl.constexpr):
+    """Factor and bias to the sums y of rows `row` of W and rows `col` of x, and the results to memory."""
+    if S.alpha:
+        y *= gl.load(alpha_ptr)
+    if S.bias:
+        y += gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)
+    gl.store(o_ptr + col * N + row, y.to(gl.float16 if S.half else gl.bfloat16), mask=(col < M) & (row < N))
+
+
+@gluon.jit
 def collapse(a, MT: gl.constexpr):
     """The sums of the C units of a step."""
     r = (gl.sum(a[0], 2), gl.sum(a[1], 2), gl.sum(a[2], 2), gl.sum(a[3], 2))
@@ -142,11 +168,7 @@ def step(acc, w, s, zw, valid, xa, S: gl.constexpr, G: gl.constexpr):
                 r = r + pick4(valid, p, acc, 4)
     else:
         lo, hi = widen(s, S)
-        z = gl.zeros_like(lo)
-        if G.mt == 2:
-            z8 = (z, z, z, z, z, z, z, z)
-        else:
-            z8 = (z, z, z, z)
+        z8 = repeat(gl.zeros_like(lo), G.mt)
         p = gl.inline_asm_elementwise(S.unit[0], S.unit[1], a + z8, dtype=(gl.float32,) * (4 * G.mt), is_pure=True, pack=1)
         if not G.even:
             if G.mt == 2:
@@ -211,12 +233,10 @@ def decode(
         z0 = gl.zeros((T, R, C), gl.float32, L)
     else:
         z0 = gl.zeros((T, R), gl.float32, L2)
-    acc = (z0, z0, z0, z0)
-    if G.mt == 2:
-        acc = (z0, z0, z0, z0, z0, z0, z0, z0)
+    acc = repeat(z0, G.mt)
     if G.pdl:  # the weights do not depend on the kernel before, x does
-        gl.inline_asm_elementwise(_WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(_LAUNCH, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        do(WAIT)
+        do(LAUNCH)
     for _i in range(0, steps - 1):
         u += ST
         if G.even:
@@ -265,8 +285,4 @@ def decode(
     ln = e // (4 * MT * R)
     row = (pn * R + (e // (4 * MT)) % R) * 16 + ln // 4 + 8 * (e % 2)
     col = ((e // 4) % MT) * 8 + (ln % 4) * 2 + (e // 2) % 2
-    if S.alpha:
-        y *= gl.load(alpha_ptr)
-    if S.bias:
-        y += gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)
-    gl.store(o_ptr + col * N + row, y.to(gl.float16 if S.half else gl.bfloat16), mask=(col < M) & (row < N))
+    write(y, row, col, bias_ptr, alpha_ptr, o_ptr, M, N, S)

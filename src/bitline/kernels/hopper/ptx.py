@@ -148,12 +148,14 @@ def mma_unit(name: str, half: bool, blocks: int, mt: int, scaled: bool, ring: bo
     return s + "}", ",".join(["=&f"] * no + ["r"] * inputs + ["f"] * no)
 
 
+def _four(at: int, name: str = "$") -> str:
+    """The registers of 16 bytes, from the at-th on."""
+    return "{" + ",".join(f"{name}{at + i}" for i in range(4)) + "}"
+
+
 def load_words(count: int) -> tuple[str, str]:
     """`count` times 16 bytes, 512 apart, read once."""
-    s = "".join(
-        f"ld.global.nc.L1::no_allocate.v4.b32 {{${4 * i},${4 * i + 1},${4 * i + 2},${4 * i + 3}}},[${4 * count}+{512 * i}];"
-        for i in range(count)
-    )
+    s = "".join(f"ld.global.nc.L1::no_allocate.v4.b32 {_four(4 * i)},[${4 * count}+{512 * i}];" for i in range(count))
     return s, ",".join(["=r"] * 4 * count if count == 1 else ["=&r"] * 4 * count) + ",l"
 
 
@@ -171,8 +173,7 @@ def load_x(blocks: int) -> tuple[str, str]:
     """For each block of 64 columns 32 bytes of a row of x, as two halves."""
     s = ""
     for i in range(2 * blocks):
-        out = f"{{${4 * i},${4 * i + 1},${4 * i + 2},${4 * i + 3}}}"
-        s += f"ld.global.nc.v4.b32 {out},[${8 * blocks}+{128 * (i // 2) + 16 * (i % 2)}];"
+        s += f"ld.global.nc.v4.b32 {_four(4 * i)},[${8 * blocks}+{128 * (i // 2) + 16 * (i % 2)}];"
     return s, ",".join(["=&r"] * 8 * blocks) + ",l"
 
 
@@ -182,8 +183,7 @@ def load_x_masked(blocks: int) -> tuple[str, str]:
     s = "{ .reg .pred p;" + "".join(f"mov.b32 ${i},0;" for i in range(n))
     for i in range(2 * blocks):
         at = 128 * (i // 2) + 16 * (i % 2)
-        out = f"{{${4 * i},${4 * i + 1},${4 * i + 2},${4 * i + 3}}}"
-        s += f"setp.gt.s32 p,${n + 1},{at}; @p ld.global.nc.v4.b32 {out},[${n}+{at}];"
+        s += f"setp.gt.s32 p,${n + 1},{at}; @p ld.global.nc.v4.b32 {_four(4 * i)},[${n}+{at}];"
     return s + "}", ",".join(["=&r"] * n) + ",l,r"
 
 
@@ -201,8 +201,7 @@ def ring_x(blocks: int, mt: int) -> tuple[str, str]:
     """`load_x` from shared memory, where blocks are 1024 * mt apart; two addresses: of the first and second halves."""
     s = ""
     for i in range(2 * blocks):
-        out = f"{{${4 * i},${4 * i + 1},${4 * i + 2},${4 * i + 3}}}"
-        s += f"ld.shared.v4.b32 {out},[${8 * blocks + i % 2}+{1024 * mt * (i // 2)}];"
+        s += f"ld.shared.v4.b32 {_four(4 * i)},[${8 * blocks + i % 2}+{1024 * mt * (i // 2)}];"
     return s, ",".join(["=&r"] * 8 * blocks) + ",r,r"
 
 
@@ -212,7 +211,7 @@ def swap_x(blocks: int) -> tuple[str, str]:
     s = f"{{ .reg .pred p; .reg .b32 a<8>; setp.ne.s32 p,${n + 2},0;"
     for b in range(blocks):
         for h in range(2):
-            s += f"ld.global.nc.v4.b32 {{a{4 * h},a{4 * h + 1},a{4 * h + 2},a{4 * h + 3}}},[${n + h}+{128 * b}];"
+            s += f"ld.global.nc.v4.b32 {_four(4 * h, 'a')},[${n + h}+{128 * b}];"
         for i in range(4):
             s += f"selp.b32 ${8 * b + i},a{4 + i},a{i},p; selp.b32 ${8 * b + 4 + i},a{i},a{4 + i},p;"
     return s + "}", ",".join(["=&r"] * n) + ",l,l,r"

@@ -18,22 +18,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from bitline.kernels.hopper.decode_device import load_scale, pairs, quad, widen
+from bitline.kernels.hopper.decode_device import LAUNCH, WAIT, barrier, do, load_scale, pairs, quad, repeat, widen, write
 
-_WAIT = gl.constexpr("griddepcontrol.wait; // $0")
-_LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; // $0")
 _BASE = gl.constexpr("mov.u32 $0, global_smem;")  # Triton's name of a program's shared memory; there is one allocation
 _COMMIT = gl.constexpr("cp.async.commit_group; // $0")
 _SYNC = gl.constexpr("bar.warp.sync -1; // $0")
 _LOAD4 = gl.constexpr("ld.shared.b32 $0, [$1];")
 _LOAD8 = gl.constexpr("ld.shared.v2.f32 {$0,$1}, [$2];")
 _LOAD2 = gl.constexpr("{ .reg .b16 t; ld.shared.u16 t, [$1]; cvt.u32.u16 $0, t; }")
-
-
-@gluon.jit
-def do(text: gl.constexpr):
-    """One instruction without operands."""
-    gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -141,11 +133,7 @@ def step(acc, slot, s, z, x, S: gl.constexpr, G: gl.constexpr):
         r = gl.inline_asm_elementwise(S.unit[0], S.unit[1], a + acc, dtype=(gl.float32,) * (4 * G.mt), is_pure=False, pack=1)
     else:
         lo, hi = widen(s, S)
-        n = gl.zeros_like(lo)
-        if G.mt == 2:
-            zeros = (n, n, n, n, n, n, n, n)
-        else:
-            zeros = (n, n, n, n)
+        zeros = repeat(gl.zeros_like(lo), G.mt)
         p = gl.inline_asm_elementwise(S.unit[0], S.unit[1], a + zeros, dtype=(gl.float32,) * (4 * G.mt), is_pure=False, pack=1)
         r = (acc[0] + p[0] * lo, acc[1] + p[1] * lo, acc[2] + p[2] * hi, acc[3] + p[3] * hi)
         if G.mt == 2:
@@ -236,12 +224,10 @@ def ring(
         if not G.ring_x:
             do(_COMMIT)
     z0 = gl.zeros((T, R, 1), gl.float32, L)
-    acc = (z0, z0, z0, z0)
-    if MT == 2:
-        acc = (z0, z0, z0, z0, z0, z0, z0, z0)
+    acc = repeat(z0, MT)
     if G.pdl:  # the weights do not depend on the kernel before, x does
-        do(_WAIT)
-        do(_LAUNCH)
+        do(WAIT)
+        do(LAUNCH)
     if G.ring_x:
         for i in gl.static_range(D - 1):
             if i < steps:
@@ -258,7 +244,7 @@ def ring(
         if RG == 1:
             do(_SYNC)
         elif KS == 1:
-            gl.thread_barrier()
+            barrier()
         else:  # the warps of a share
             gl.inline_asm_elementwise(G.sync, "=r,r", [bar], dtype=gl.int32, is_pure=False, pack=1)
         if i + (D - 1) < steps:
@@ -288,7 +274,7 @@ def ring(
     v = gl.reshape(v, [KS, RG * E])
     SPT: gl.constexpr = RG * E // T if RG * E >= T else 1
     RL: gl.constexpr = gl.BlockedLayout([KS, SPT if SPT < 4 else 4], [1, 32], [1, NW], [1, 0])
-    gl.thread_barrier()  # the ring is free
+    barrier()  # the ring is free
     sums = sm._reinterpret(gl.float32, [KS, RG * E], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     sums.store(v)
     y = gl.sum(sums.load(RL), 0)
@@ -296,8 +282,4 @@ def ring(
     ln = e // (4 * MT * R) % 32
     row = (first + e // E * R + (e // (4 * MT)) % R) * 16 + ln // 4 + 8 * (e % 2)
     col = ((e // 4) % MT) * 8 + (ln % 4) * 2 + (e // 2) % 2
-    if S.alpha:
-        y *= gl.load(alpha_ptr)
-    if S.bias:
-        y += gl.load(bias_ptr + row, mask=row < N, other=0.0).to(gl.float32)
-    gl.store(o_ptr + col * N + row, y.to(gl.float16 if S.half else gl.bfloat16), mask=(col < M) & (row < N))
+    write(y, row, col, bias_ptr, alpha_ptr, o_ptr, M, N, S)

@@ -21,8 +21,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Their names since, and before, Triton 3.7 and 3.8
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from bitline.kernels.hopper.decode_device import barrier
+
+# Their names since, and before, Triton 3.8
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
