@@ -119,8 +119,8 @@ def _scheme(spec: LinearSpec) -> Scheme:
 
 @functools.cache
 def _version() -> Verdict:
-    """Gluon is experimental: the device code is for the version it has run with. 3.7 to 3.9 compile it and start it in another
-    way (`launch`), which has not run yet."""
+    """Gluon is experimental: the device code is for the version it has run with. 3.7 compiles all of it and starts it in another
+    way (`launch`), which has not run yet; 3.9 does not know a name of the ring's."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
