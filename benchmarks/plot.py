@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import torch
+
+from bitline.kernels.hopper.layout import pack_words
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.colors import ListedColormap
 
 ROOT = Path(__file__).parents[1]
 OURS, THEIRS, THIRD, LIMIT = "#1f5fbf", "#9aa3ad", "#d08a2e", "#444444"
+READ, RATE = 4.35e12, 790e12  # bytes and operations a second, measured on an H200 (`gpu_linear`)
 
 
 def load(name: str) -> Any:
@@ -84,6 +89,80 @@ def hopper() -> None:
     save(figure, "h200_w4a16")
 
 
+def roofline() -> None:
+    """All timed W4A16 layers on an H200: operations a second over operations a byte, under what the card can do."""
+    rows = [r for r in load("h200_hopper")["results"] if r.get("scheme") == "W4A16 g128"]
+    figure, axis = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    series = (
+        ("cuBLAS bf16", "cuBLAS bf16 (16-bit weights)", THEIRS, "^", 2.0),
+        ("humming", "humming", THIRD, "s", 0.5 + 2 / 128),
+        ("us", "Bitline", OURS, "o", 0.5 + 2 / 128),  # codes, and a 16-bit scale for each 128
+    )
+    for key, label, colour, mark, weight in series:
+        points = []
+        for row in (r for r in rows if r.get(key)):
+            n, k, m = row["n"], row["k"], row["m"]
+            operations = 2 * m * n * k
+            points.append((operations / (n * k * weight + 2 * m * (n + k)), operations / row[key] / 1e6))
+        axis.plot(*zip(*points, strict=True), mark, color=colour, label=label, markersize=3.5, alpha=0.75, linewidth=0)
+    edge = RATE / READ
+    axis.plot([1, edge, 1e4], [READ / 1e12, RATE / 1e12, RATE / 1e12], color=LIMIT, linewidth=1)
+    axis.text(1.3, 1.6 * READ / 1e12 * 1.3, f"{READ / 1e12:.2f} TB/s", rotation=36, fontsize=8, color=LIMIT)
+    axis.text(1.2 * edge, 1.12 * RATE / 1e12, f"{RATE / 1e12:.0f} TFLOP/s in bf16", fontsize=8, color=LIMIT)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlim(0.8, 6e3)
+    axis.set_ylim(0.5, 1.5e3)
+    axis.set_xlabel("operations for each byte of weights, inputs and outputs")
+    axis.set_ylabel("TFLOP/s")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False, loc="lower right")
+    shapes = len({(r["n"], r["k"]) for r in rows})
+    axis.set_title(f"NVIDIA H200, {shapes} layers, 1 to {max(r['m'] for r in rows)} rows", fontsize=10)
+    save(figure, "h200_roofline")
+
+
+def layout() -> None:
+    """A packed block of the Hopper kernels, as `pack_words` makes it: whose each weight is, for either instruction."""
+    cell = torch.arange(1024).view(16, 64)
+    place = torch.zeros(128, 8, dtype=torch.long)  # word and nibble -> cell, from three packings of four of its bits each
+    for digit in range(3):
+        codes = (cell >> 4 * digit & 15).to(torch.uint8)
+        words = pack_words(codes[:, ::2] | codes[:, 1::2] << 4, 4, 64, 0).flatten().long()
+        place |= (words[:, None] >> torch.arange(0, 32, 4) & 15) << 4 * digit
+    word = torch.empty(1024, dtype=torch.long)
+    word[place.flatten()] = torch.arange(128).repeat_interleave(8)
+    word = word.view(16, 64)
+    figure, axes = plt.subplots(3, 1, figsize=(11, 7.4), layout="constrained", height_ratios=(4, 4, 1.1))
+    lanes = (
+        (word % 32, "wgmma: lane 4g+q of a warp takes word 32w+4g+q for the product of columns 16w to 16w+15"),
+        (word % 32 // 4 * 4 + word // 32, "mma.sync: lane 4g+q takes words 32q+4g to 32q+4g+3, of columns 16q to 16q+15"),
+    )
+    for axis, (lane, title) in zip(axes[:2], lanes, strict=True):
+        axis.imshow(lane % 4, cmap=ListedColormap(["#cfe0f5", "#f5dfc0", "#d7ecd2", "#eed5e6"]), aspect="auto")
+        for row in range(16):
+            for column in range(64):
+                axis.text(column, row, str(int(lane[row, column])), ha="center", va="center", fontsize=6)
+        for column in (15.5, 31.5, 47.5):
+            axis.axvline(column, color=LIMIT, linewidth=1)
+        axis.axhline(7.5, color=LIMIT, linewidth=1)
+        axis.set_xticks(range(0, 64, 8))
+        axis.set_yticks(range(0, 16, 4))
+        axis.set_title(title + "; the number is the lane", fontsize=9)
+    axis = axes[2]
+    for nibble in range(8):
+        row, column = divmod(int(place[0, nibble]), 64)
+        axis.barh(0, 4, left=28 - 4 * nibble, color="#cfe0f5", edgecolor=LIMIT)
+        axis.text(30 - 4 * nibble, 0, f"row {row}\ncolumn {column}", ha="center", va="center", fontsize=8)
+    axis.set_xticks(range(0, 33, 4), [str(31 - b) if b < 32 else "" for b in range(0, 33, 4)])
+    axis.set_yticks([])
+    axis.set_xlim(0, 32)
+    axis.set_title("word 0: 32 bits, the highest at the left", fontsize=9)
+    save(figure, "hopper_layout")
+
+
 if __name__ == "__main__":
     end_to_end()
     hopper()
+    roofline()
+    layout()
