@@ -20,6 +20,9 @@ from triton.experimental.gluon import language as gl
 
 from bitline.kernels.hopper.decode_device import LAUNCH, WAIT, barrier, do, load_scale, pairs, quad, repeat, widen, write
 
+_memory = gl.shared_memory_descriptor
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret  # its name since, and before, Triton 3.9
+
 _BASE = gl.constexpr("mov.u32 $0, global_smem;")  # Triton's name of a program's shared memory; there is one allocation
 _COMMIT = gl.constexpr("cp.async.commit_group; // $0")
 _SYNC = gl.constexpr("bar.warp.sync -1; // $0")
@@ -275,7 +278,7 @@ def ring(
     SPT: gl.constexpr = RG * E // T if RG * E >= T else 1
     RL: gl.constexpr = gl.BlockedLayout([KS, SPT if SPT < 4 else 4], [1, 32], [1, NW], [1, 0])
     barrier()  # the ring is free
-    sums = sm._reinterpret(gl.float32, [KS, RG * E], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    sums = reinterpret(sm, gl.float32, [KS, RG * E], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     sums.store(v)
     y = gl.sum(sums.load(RL), 0)
     e = gl.arange(0, RG * E, gl.SliceLayout(0, RL))  # e = (((group*32 + lane)*R + r)*MT + mt)*4 + 2*(col%2) + row8
