@@ -231,9 +231,9 @@ def quantize(model: Any, scheme: str, group: int) -> tuple[Modules, Modules, Any
 def measure(
     sizes: dict[str, Any], device: str, *, batches: tuple[int, ...] = (1, 16), prompt: int = 128, length: int = 256,
     rounds: int = 5, eager_steps: int = 10, group: int = 128, profile: bool = False,
-    backend: str = "", head: bool = True,
+    backend: str = "", head: bool = True, only: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """All of it; see the module. head: time the model with its head quantized too."""
+    """All of it; see the module. head: time the model with its head quantized too. only: see `main`."""
     started = time.perf_counter()
     note = lambda what: print(f"{time.perf_counter() - started:6.1f} s", what, flush=True)
     model = llama(sizes, device)
@@ -246,7 +246,10 @@ def measure(
             report["runs"].append(row)
             note(row)
 
-    run("bf16")
+    if only != "quantized":
+        run("bf16")
+    if only == "bf16":
+        return report
     quantized, dense, exact = quantize(model, "W4A16", group)
     note("quantized")
     for batch in batches:
@@ -272,13 +275,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", default="", help="a backend of torch.compile for the step, inductor say (minutes)")
     parser.add_argument("--plain-head", action="store_true", help="the model with its head in bf16 alone")
+    parser.add_argument("--only", default="", choices=("", "bf16", "quantized"), help="time these models alone")
     parser.add_argument("--profile", action="store_true", help="each kernel's share of a step, by torch's profiler")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sizes = {**LLAMA_8B, "num_hidden_layers": options.layers}
     report = {"machine": machine(options.device)}
     batches = tuple(map(int, options.batches.split(",")))
-    chosen = {"rounds": options.rounds, "profile": options.profile, "backend": options.compile, "head": not options.plain_head}
+    chosen = {"rounds": options.rounds, "profile": options.profile, "backend": options.compile}
+    chosen |= {"head": not options.plain_head, "only": options.only}
     report |= measure(sizes, options.device, batches=batches, **chosen)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -30,7 +30,7 @@ import torch
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PLANTED = {"memcheck": "short", "initcheck": "unwritten"}
-OURS = {"decode": "decode_device.py", "wide": "wide_device.py", "specialized": "specialized.py"}
+OURS = {"decode": "decode_device.py", "ring": "ring_device.py", "wide": "wide_device.py", "specialized": "specialized.py"}
 ROOT = Path(__file__).parents[2]
 BEGAN = time.perf_counter()
 
@@ -55,6 +55,20 @@ def grid() -> list[tuple[str, Any, tuple[int, ...]]]:
         ("FP8", odd.replace(weight=types.float8_e4m3fn, block=(1, 520)), rows),
         ("FP8 g128", odd.replace(weight=types.float8_e4m3fn, block=(128, 128), scale_dtype=torch.float32), rows),
     ]  # fmt: skip
+
+
+def few_tiles() -> list[tuple[int, Any]]:
+    """(rows, tile): every tile of up to 8 and up to 16 rows that symmetric 4 bits take at layers of many shapes."""
+    from bitline.kernels.hopper import layout, tiles
+    from bitline.kernels.hopper.scheme import scheme_of
+
+    found = set()
+    for n in (1024, 2176, 4096, 5120, 6144, 8192, 13656, 28672, 57344):
+        for k in (4096, 4160, 8192, 14336):
+            padded, columns = layout.padded(n, k)
+            scheme = scheme_of(grid()[0][1].replace(n=n, k=k))
+            found |= {(m, tiles.decode_tile(m, padded, columns // 64, scheme, False, k % 128 == 0)) for m in (5, 13)}  # type: ignore[arg-type]
+    return sorted(found)
 
 
 class Runner:
@@ -111,6 +125,16 @@ class Runner:
                 plan = launch._WidePlan(spec, scheme_of(spec), m, bias is not None, 132, shape._replace(p=programs))  # type: ignore[arg-type]
                 cut = "cut" if plan.scratch else "whole"
                 self.run(functools.partial(plan, packed=packed, bias=bias), weight, m, f"wide, each tile {cut}")
+        for i, (m, tile) in enumerate(few_tiles()):
+            if only is not None and len(cases) + len(tiles._COSTS) + i != only:
+                continue
+            for spec in (cases[0][1], cases[1][1].replace(bias=False)):
+                if tile.depth == 0 and spec.k % 64:
+                    continue  # a call pads x for words in registers
+                weight, packed, _ = self.layer(spec, i)
+                few = launch._DecodePlan(spec, scheme_of(spec), m, False, tile)  # type: ignore[arg-type]
+                name = "ring" if tile.depth else "decode"
+                self.run(functools.partial(few, packed=packed, bias=None), weight, m, f"{name}, each tile")
         if only is None:
             self.two_streams()
 
@@ -258,7 +282,7 @@ def supervise(timeout: float) -> dict[str, Any]:
 
     deadline = time.perf_counter() + timeout
     compiling = [subprocess.Popen([sys.executable, __file__, "--child", "--only", str(i)], stdout=subprocess.DEVNULL)
-                 for i in range(len(grid()) + len(tiles._COSTS))]  # fmt: skip
+                 for i in range(len(grid()) + len(tiles._COSTS) + len(few_tiles()))]  # fmt: skip
     codes = [p.wait(timeout) for p in compiling]
     assert not any(codes), f"the grid fails without a tool: {codes}"
     print(f"compiled, {deadline - time.perf_counter():.0f} s left", flush=True)
