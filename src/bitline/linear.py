@@ -21,9 +21,12 @@ _LIBRARY = torch.library.Library("bitline", "DEF")
 _LIBRARY.define("linear(Tensor x, Tensor[] packed, Tensor? bias, str kernel, str spec) -> Tensor")
 
 
+_parsed = functools.cache(LinearSpec.parse)  # one object for all layers of a spec, by which kernels know it again
+
+
 @functools.cache
 def _bound(kernel: str, spec: str) -> tuple[Callable[..., Tensor], LinearSpec]:
-    return kernel_by_name(kernel).apply, LinearSpec.parse(spec)
+    return kernel_by_name(kernel).apply, _parsed(spec)
 
 
 on_change.append(_bound.cache_clear)
@@ -54,6 +57,10 @@ torch.library.register_fake("bitline::linear", _linear_fake, lib=_LIBRARY)
 OP = torch.ops.bitline.linear.default
 
 
+_dispatch_modes, _function_mode = _C._len_torch_dispatch_stack, _C._is_torch_function_mode_enabled
+_tracing, _transform, _profiling = _C._get_tracing_state, _C._functorch.maybe_current_level, _C._autograd._profiler_enabled
+
+
 def watched(x: Tensor) -> bool:
     """Whether somebody may want to see the operator: a compiler, tracer, transform, mode or profiler, another kind of tensor.
 
@@ -63,11 +70,11 @@ def watched(x: Tensor) -> bool:
         torch.compiler.is_compiling()
         or type(x) is not Tensor
         or x.is_meta
-        or _C._len_torch_dispatch_stack() > 0
-        or _C._is_torch_function_mode_enabled()
-        or _C._get_tracing_state() is not None
-        or _C._functorch.maybe_current_level() is not None
-        or _C._autograd._profiler_enabled()
+        or _dispatch_modes() > 0
+        or _function_mode()
+        or _tracing() is not None
+        or _transform() is not None
+        or _profiling()
     )
 
 
@@ -153,10 +160,17 @@ class QuantLinear(nn.Module):
         self._packed: list[Tensor] = [self.get_buffer(name) for name in self._names]
         self._call = (self._buffers["bias"], self.choice.best.name, self.spec.key)
         self._multiplier = self._buffers["input_multiplier"]
-        self._direct = self.choice.kernel.direct(self._packed, self._buffers["bias"], self.spec)
+        bias, spec = self._buffers["bias"], _parsed(self.spec.key)
+        self._direct = self.choice.kernel.direct(self._packed, bias, self.spec)
+        self._eager = None if self._multiplier is not None else self.choice.kernel.eager(self._packed, bias, spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
+        eager = self._eager
+        if eager is not None and not watched(x) and not x.requires_grad:
+            y = eager(x)
+            if y is not None:
+                return y
         spec = self.choice.spec
         if x.dtype != spec.act_dtype or x.dim() == 0 or x.shape[-1] != spec.k:
             raise InputError("a QuantLinear got an input that it was not made for", found=f"{list(x.shape)} {x.dtype}",

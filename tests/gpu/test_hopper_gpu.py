@@ -1,5 +1,7 @@
 """GluonHopperLinearKernel on an H100 or H200: conformance, every tile, cut tiles on two streams, graphs side by side."""
 
+import copy
+
 import pytest
 import torch
 
@@ -121,6 +123,75 @@ def test_cut_tiles_on_two_streams_and_in_two_graphs():
                 graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
+
+
+@pytest.mark.parametrize("shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}")
+def test_each_cut_tile_on_two_streams_and_in_two_graphs(shape):
+    spec = BASE.replace(n=1024, k=2048)
+    weight = packed(random_weight(spec, 1, "cuda"))
+    m = shape.bm + shape.bm2 + 7
+    plan = launch._WidePlan(spec, scheme_of(spec), m, False, 132, shape._replace(p=29))
+    assert plan.scratch
+    xs = [inputs(m, spec, seed, "cuda") for seed in (1, 2)]
+    want = [plan(x, weight, None) for x in xs]
+    streams, graphs = [torch.cuda.Stream() for _ in xs], []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for stream, x in zip(streams, xs, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(plan(x, weight, None))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    for x in xs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = [plan(x, weight, None) for _ in range(5)]
+        graphs.append((graph, out))
+    for _ in range(10):
+        for stream, (graph, _out) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
+
+
+@pytest.mark.parametrize("m", [1, 6, 16, 40, 300])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layers_own_call_gives_what_the_kernel_gives(m, bias):
+    spec = BASE.replace(n=1024, k=2048, bias=bias)
+    layer = QuantLinear(random_weight(spec, 1, "cuda"), kernel="GluonHopperLinearKernel")
+    twin = copy.deepcopy(layer)
+    x = inputs(m, spec, m, "cuda")
+    want = launch.run(x, layer._packed, layer.bias, spec)
+    apart = torch.empty(m, 2 * spec.k, device="cuda", dtype=x.dtype)[:, : spec.k].copy_(x)
+    unaligned = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view_as(x).copy_(x)
+    for call in (layer, twin, layer.cuda()):
+        for given in (
+            x,
+            x,
+            x,
+            x.clone(),
+            apart,
+            unaligned,
+            x.view(1, m, -1),
+            x.view(1, m, -1),
+            x.view(1, m, -1),
+            x.view(m, 1, 1, -1),
+        ):
+            y = call(given)
+            assert y.shape == (*given.shape[:-1], spec.n) and torch.equal(y.view(m, -1), want)
+        assert {x.shape, (1, m, spec.k)} <= set(call._eager.entries) and all(call._eager.entries.values())
+    with torch.inference_mode():
+        assert torch.equal(layer(x), want) and torch.equal(layer(x.clone().requires_grad_()), want)
+    with pytest.raises(InputError, match="no gradient"):
+        layer(x.clone().requires_grad_())
+    with pytest.raises(InputError, match="not made for"):
+        layer(x.half())
+    want.fill_(0)
+    moved = layer._packed[0]
+    moved.data = moved.data.clone()  # whoever moves a weight behind the layer's back
+    assert torch.equal(layer(x), twin(x))
 
 
 @pytest.mark.parametrize("spec", [BASE, BASE.replace(n=4096, k=4096), BASE.replace(n=67, k=129, bias=True)], ids=lambda s: s.key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +65,11 @@ class Kernel:
     @classmethod
     def direct(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> tuple[Any, tuple[Any, ...]] | None:
         """An operator of the kernel's own and what follows x [..., K] in its arguments, giving [..., N]; None: `apply`."""
+        return None
+
+    @classmethod
+    def eager(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Callable[[Tensor], Tensor | None] | None:
+        """A layer's own calls where nobody watches: x [..., K] of any kind to [..., N], or None where `apply` is to be called."""
         return None
 
     @classmethod

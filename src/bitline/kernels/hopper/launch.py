@@ -243,25 +243,27 @@ class _DecodePlan:
         self.new = _new()
         self.binary: _Binary | None = None
 
+    def known(self, device: int) -> _Binary | None:
+        """The binary, where it has been compiled."""
+        if self.binary is None:
+            self.binary = _binaries.get((self.constants, self.options.get("maxnreg"), device))
+        return self.binary
+
     def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         words, scale, zero, alpha, _ = packed
         m, k = x.shape
         n = self.spec.n
         y = self.new((m, n), (n, 1), x.dtype) if self.new else x.new_empty((m, n))
-        binary = self.binary
+        binary = self.binary or self.known(x.get_device())
         if binary is None:
+            typed = (
+                x, words, _Typed(scale, "fp32" if scale.dtype == torch.float32 else "i32"), _Typed(zero, "i16"),
+                x if bias is None else bias, alpha, y, m, n, k, *self.numbers,
+            )  # fmt: skip
+            kernel = _triton().ring if self.constants[1].depth else _triton().decode
             key = (self.constants, self.options.get("maxnreg"), x.get_device())
-            binary = _binaries.get(key)
-            if binary is None:
-                typed = (
-                    x, words, _Typed(scale, "fp32" if scale.dtype == torch.float32 else "i32"), _Typed(zero, "i16"),
-                    x if bias is None else bias, alpha, y, m, n, k, *self.numbers,
-                )  # fmt: skip
-                kernel = _triton().ring if self.constants[1].depth else _triton().decode
-                binary = _binaries[key] = _compile(kernel, self.programs, typed, self.constants, self.options)
-                self.binary = binary
-                return y
-            self.binary = binary
+            _binaries[key] = _compile(kernel, self.programs, typed, self.constants, self.options)
+            return y
         # Addresses: of a tensor the launcher would ask the driver what kind of memory it is, each time.
         arguments = (
             x.data_ptr(), words.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr(),
@@ -291,6 +293,9 @@ class _WidePlan:
         self.options = {"num_warps": 4, "launch_pdl": t.pdl, **({"maxnreg": first} if first else {})}
         self.boxes = (nt * 4, 128 * scheme.width // 4, (16 if scheme.wide else 8) * scheme.fine, 8 * scheme.fine)
         self.shape = (m, -(-spec.n // 8) * 8)
+        self.columns = -(-spec.k // 64) * 64 if spec.k % 8 else spec.k  # of x
+        self.two = t.bm2 > 0
+        self.forms: tuple[tuple[Any, ...], ...] = ()
         self.strides = (self.shape[1], 1)
         self.tail = (*self.numbers, *self.constants)
         self.inputs: dict[int, tuple[Any, ...]] = {}
@@ -299,42 +304,62 @@ class _WidePlan:
         self.pads = False
         self.binary: _Binary | None = None
 
+    def known(self, device: int) -> _Binary | None:
+        """The binary, where it has been compiled."""
+        if self.binary is None:
+            self.binary = _binaries.get((self.constants, device))
+            self.forms = self.binary.maps if self.binary else ()
+        return self.binary
+
     def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         words, scale, zero, alpha, _ = packed
         y = self.new(self.shape, self.strides, x.dtype) if self.new else x.new_empty(self.shape)
         stream = _raw_stream(x.get_device())
         parts, flags = _workspace(x, self.scratch, stream) if self.scratch else (0, 0)
-        binary = self.binary
+        binary = self.binary or self.known(x.get_device())
         if binary is None:
-            key = (self.constants, x.get_device())
-            binary = _binaries.get(key)
-            if binary is None:
-                self._compile(key, x, packed, bias, y, parts, flags)
-                return y if self.shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
-            self.binary = binary
-        # A call finds the maps of a layer, an input and an output that it has seen by their addresses, which say all there is
-        # to say beside the plan; they are made of those alone, and hold no memory.
-        start, end, at = x.data_ptr(), y.data_ptr(), (words.data_ptr(), scale.data_ptr(), zero.data_ptr(), *self.key)
-        inputs, weights, outputs = self.inputs.get(start), binary.weights.get(at), self.outputs.get(end)
-        two = self.tile.bm2 > 0
-        if inputs is None:
-            inputs = _remember(self.inputs, start, _maps(start, x.shape, binary.maps[: 1 + two], two))
-        if weights is None:
-            weights = _remember(binary.weights, at, self._weight_maps(words, scale, zero, binary.maps[1 + two :]))
-        if outputs is None:
-            outputs = _remember(self.outputs, end, _maps(end, y.shape, binary.maps[-1 - two :], two))
+            self._compile((self.constants, x.get_device()), x, packed, bias, y, parts, flags)
+            return y if self.shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
+        maps = (*self.input_maps(x.data_ptr()), *self.weight_maps(words, scale, zero), *self.output_maps(y.data_ptr()))
         pointers = (parts, flags, 0 if bias is None else bias.data_ptr(), alpha.data_ptr())
-        binary(self.programs, stream, (*inputs, *weights, *outputs, *pointers, *self.tail))
+        binary(self.programs, stream, (*maps, *pointers, *self.tail))
         return y if self.shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
 
-    def _weight_maps(self, words: Tensor, scale: Tensor, zero: Tensor, forms: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    # A call finds the maps of a layer, an input and an output that it has seen by their addresses, which say all there is
+    # to say beside the plan; they are made of those alone, and hold no memory.
+
+    def input_maps(self, address: int) -> tuple[Any, ...]:
+        """The launcher's arguments for x."""
+        found = self.inputs.get(address)
+        if found is None:
+            found = _remember(self.inputs, address, self._maps(address, self.columns, self.forms[: 1 + self.two]))
+        return found
+
+    def output_maps(self, address: int) -> tuple[Any, ...]:
+        """The launcher's arguments for y."""
+        found = self.outputs.get(address)
+        if found is None:
+            found = _remember(self.outputs, address, self._maps(address, self.shape[1], self.forms[-1 - self.two :]))
+        return found
+
+    def weight_maps(self, words: Tensor, scale: Tensor, zero: Tensor) -> tuple[Any, ...]:
         """The launcher's arguments for words, scales and zero points."""
+        assert self.binary is not None
+        known, at = self.binary.weights, (words.data_ptr(), scale.data_ptr(), zero.data_ptr(), *self.key)
+        return known.get(at) or _remember(known, at, self._weight_maps(words, scale, zero, self.forms[1 + self.two :]))
+
+    def _weight_maps(self, words: Tensor, scale: Tensor, zero: Tensor, forms: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
         s, tiles = self.scheme, words.shape[0]
         found = (
             *_map(words.data_ptr(), tiles, words.shape[1] * words.shape[2] * 128, forms[0]),
             *_map(scale.data_ptr(), tiles, scale.shape[1] * (16 if s.wide else 8), forms[1]),
         )
         return (*found, *(_map(zero.data_ptr(), tiles, zero.shape[1] * 8, forms[2]) if s.zero else (0,)))
+
+    def _maps(self, address: int, columns: int, forms: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """One map, or two where a tile is two products."""
+        m = self.shape[0]
+        return (*_map(address, m, columns, forms[0]), *(_map(address, m, columns, forms[1]) if self.two else (0,)))
 
     def _compile(
         self, key: Any, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, parts: Any, flags: Any
@@ -362,12 +387,6 @@ def _map(address: int, rows: int, columns: int, form: tuple[Any, ...]) -> tuple[
     swizzle, size, dtype, *block = form
     made = _triton().fill(address, swizzle, size, dtype, block, (rows, columns), (columns, 1), 0)
     return (made, rows, columns, columns, 1)
-
-
-def _maps(address: int, shape: Sequence[int], forms: Sequence[tuple[Any, ...]], two: bool) -> tuple[Any, ...]:
-    """The launcher's arguments for x or y: one map, or two where a tile is two products."""
-    rows, columns = shape
-    return (*_map(address, rows, columns, forms[0]), *(_map(address, rows, columns, forms[1]) if two else (0,)))
 
 
 def _remember(known: dict[Any, tuple[Any, ...]], key: Any, value: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -417,12 +436,18 @@ def _sms(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def _plan(spec: LinearSpec, m: int, bias: bool, index: int) -> _DecodePlan | _WidePlan:
-    scheme = scheme_of(spec)
-    assert isinstance(scheme, Scheme)
-    if len(_plans) > 1 << 16:
-        _plans.clear()
-    return _DecodePlan(spec, scheme, m, bias) if m <= DECODE_ROWS else _WidePlan(spec, scheme, m, bias, _sms(index))
+def plan_of(spec: LinearSpec, m: int, bias: bool, index: int) -> _DecodePlan | _WidePlan:
+    """The plan of a layer's calls with m rows on a GPU. `spec` is told by its identity."""
+    key = (id(spec), m if m > DECODE_ROWS else 4 if m <= 4 else 8 if m <= 8 else 16, bias, index)
+    plan: _DecodePlan | _WidePlan | None = _plans.get(key)
+    if plan is None:
+        scheme = scheme_of(spec)
+        assert isinstance(scheme, Scheme)
+        if len(_plans) > 1 << 16:
+            _plans.clear()
+        few = m <= DECODE_ROWS
+        plan = _plans[key] = _DecodePlan(spec, scheme, m, bias) if few else _WidePlan(spec, scheme, m, bias, _sms(index))
+    return plan
 
 
 def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
@@ -433,11 +458,7 @@ def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSp
     perm, k = packed[4], spec.k
     if perm.numel():
         x = x.index_select(1, perm)
-    m = x.shape[0]
-    key = (id(spec), m if m > DECODE_ROWS else 4 if m <= 4 else 8 if m <= 8 else 16, bias is not None, index)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _plan(spec, m, bias is not None, index)
+    plan = plan_of(spec, x.shape[0], bias is not None, index)
     if k % 64 and (plan.pads or k % 8):
         x = torch.nn.functional.pad(x, (0, -k % 64))
     elif x.data_ptr() % 16:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.hopper import layout
+from bitline.kernels.hopper.eager import Bound
 from bitline.kernels.hopper.launch import prepare, run
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
 from bitline.kernels.providers.common import installed
@@ -88,6 +89,12 @@ class GluonHopperLinearKernel(Kernel):
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
         return run(x, packed, bias, spec)
+
+    @classmethod
+    def eager(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Bound | None:
+        """See Kernel.eager."""
+        bound = Bound(packed, bias, spec) if packed[0].is_cuda else None
+        return bound if bound and bound.new else None
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
