@@ -166,29 +166,19 @@ def test_a_layers_own_call_gives_what_the_kernel_gives(m, bias):
     want = launch.run(x, layer._packed, layer.bias, spec)
     apart = torch.empty(m, 2 * spec.k, device="cuda", dtype=x.dtype)[:, : spec.k].copy_(x)
     unaligned = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view_as(x).copy_(x)
+    given_in_turn = (x, x, x, x.clone(), apart, unaligned, *3 * [x.view(1, m, -1)], x.view(m, 1, 1, -1))
     for call in (layer, twin, layer.cuda()):
-        for given in (
-            x,
-            x,
-            x,
-            x.clone(),
-            apart,
-            unaligned,
-            x.view(1, m, -1),
-            x.view(1, m, -1),
-            x.view(1, m, -1),
-            x.view(m, 1, 1, -1),
-        ):
+        for given in given_in_turn:
             y = call(given)
             assert y.shape == (*given.shape[:-1], spec.n) and torch.equal(y.view(m, -1), want)
         assert {x.shape, (1, m, spec.k)} <= set(call._eager.entries) and all(call._eager.entries.values())
-    with torch.inference_mode():
-        assert torch.equal(layer(x), want) and torch.equal(layer(x.clone().requires_grad_()), want)
+    graded = x.clone().requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(layer(x), want) and torch.equal(layer(graded), want)
     with pytest.raises(InputError, match="no gradient"):
-        layer(x.clone().requires_grad_())
+        layer(graded)
     with pytest.raises(InputError, match="not made for"):
         layer(x.half())
-    want.fill_(0)
     moved = layer._packed[0]
     moved.data = moved.data.clone()  # whoever moves a weight behind the layer's back
     assert torch.equal(layer(x), twin(x))
