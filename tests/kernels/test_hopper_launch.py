@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bitline import InputError, types
-from bitline.kernels.hopper import launch, tiles
+from bitline.kernels.hopper import launch, linear, tiles
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.hopper.scheme import scheme_of
 from bitline.testing.generators import random_weight
@@ -113,3 +113,10 @@ def test_a_launcher_that_serves_all_kernels_gets_one_tuple():
     for grouped in (False, True):
         launch._Binary(lambda *a: calls.append(a), ("function",), grouped, (), {})(3, 7, (1, 2))
     assert calls == [(3, 1, 1, 7, "function", 1, 2), (3, 1, 1, 7, "function", (1, 2))]
+
+
+def test_a_triton_that_it_has_not_run_with_is_refused(monkeypatch):
+    for version, taken in (("3.6.0", True), ("3.7.1", True), ("3.10.0", False), ("4.6.0", False), ("3.60", False)):
+        monkeypatch.setattr(linear.importlib.metadata, "version", lambda name, v=version: v)
+        verdict = linear._version.__wrapped__()
+        assert bool(verdict) == taken and (taken or version in verdict.reason)

@@ -124,16 +124,18 @@ def _scheme(spec: LinearSpec) -> Scheme:
     return found
 
 
+VERSIONS = ("3.6", "3.7")  # of Triton: Gluon is experimental, and the device code is for those that it has run with
+
+
 @functools.cache
 def _version() -> Verdict:
-    """Gluon is experimental: the device code is for the version it has run with. 3.7 compiles all of it and starts it in another
-    way (`launch`), which has not run yet; 3.9 does not know a name of the ring's."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return YES  # asked about a platform that is not this machine
-    if version.split(".")[:2] != ["3", "6"]:
-        return no(f"the device code has run with Triton 3.6 alone; this is Triton {version}", "pip install triton==3.6.0")
+    if ".".join(version.split(".")[:2]) not in VERSIONS:
+        reason = f"the device code has run with Triton {' and '.join(VERSIONS)} alone; this is Triton {version}"
+        return no(reason, f"pip install triton=={VERSIONS[-1]}.*")
     return YES
 
 
