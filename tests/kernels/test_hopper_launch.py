@@ -100,7 +100,9 @@ def test_decode_passes_addresses(device):
     plan, x, weight = launch._DecodePlan(SPEC, scheme_of(SPEC), 4, False), torch.ones(4, 576).bfloat16(), packed(1)
     plan(x, weight, None)
     y = plan(x, weight, None)
-    assert device.calls[-1][5:15] == (x.data_ptr(), *(t.data_ptr() for t in weight[:3]), 0, 0, y.data_ptr(), 4, 200, 576)
+    assert device.calls[-1][5:15] == (
+        x.data_ptr(), *(t.data_ptr() for t in weight[:3]), 0, weight[3].data_ptr(), y.data_ptr(), 4, 200, 576
+    )  # fmt: skip
 
 
 def test_tensors_elsewhere_are_refused():

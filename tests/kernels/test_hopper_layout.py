@@ -7,7 +7,7 @@ import torch
 
 from bitline import bits, types
 from bitline.kernels.hopper import launch, layout
-from bitline.kernels.hopper.linear import GluonHopperLinearKernel
+from bitline.kernels.hopper.linear import GluonHopperLinearKernel, _folded
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
 from bitline.kernels.hopper.tiles import _COSTS, _programs, decode_tile, shares, wide_tile
 from bitline.testing.generators import random_weight
@@ -164,6 +164,25 @@ def test_float_codes_decode_by_shift_and_mask(scalar, fields, factor, dtype):
         assert torch.equal(decoded(moved, mask, shifts, factor, dtype), values[..., f])
 
 
+@pytest.mark.parametrize("at, bits", [(0, 4), (4, 4), (0, 8)])
+@pytest.mark.parametrize("top", [2.0**-9, 0.7, 1.0, 300.0])
+def test_integers_are_scaled_as_bits_of_bfloat16(at, bits, top):
+    """One multiplication and addition, rounded once, gives the bfloat16 nearest to (code - middle) * scale, times 2**(F - 133)."""
+    codes, middle = torch.arange(1 << bits), 1 << (bits - 1)
+    scale = (torch.rand(500, 1).clamp(2.0**-10) * top).bfloat16()
+    plain, power, alpha = _folded(scale, torch.ones(1), 133).tolist()
+    factor = power / 2**at
+    assert plain == 1 and alpha == 2.0**133 / power and float(scale.max()) * power <= 2.0**127
+    scaled = (scale.float() * factor).bfloat16().double()
+    assert torch.equal(scaled, scale.double() * factor)
+    number = (codes << at).to(torch.int16).view(torch.bfloat16).double()
+    minus = scaled * (-(middle << at) * 2.0**-133)
+    assert torch.equal(minus.float().bfloat16().double(), minus)
+    found = (number * scaled + minus).float().bfloat16().double() * alpha
+    want = ((codes - middle) * scale.double()).float().bfloat16().double()
+    assert torch.equal(found, want)
+
+
 @pytest.mark.parametrize(
     "group, cut, step, scheme", [(48, 0, 16, (4, 1)), (96, 0, 32, (2, 1)), (128, 64, 64, (1, 1)), (64, 32, 32, (2, 1)),
                                  (192, 0, 192, (1, 3)), (32, 16, 16, (4, 1)), (520, 0, 0, (1, 0)), (640, 120, 0, (1, 0))],
@@ -209,7 +228,7 @@ def test_e4m3_nan_makes_its_row_nan():
 def test_bits_per_weight():
     for scale, most in ((torch.bfloat16, 4.125), (torch.float16, 4.25)):
         spec = BASE.replace(n=4096, k=4096, scale_dtype=scale)
-        assert GluonHopperLinearKernel.packed_bytes(spec) * 8 / (4096 * 4096) <= most
+        assert (GluonHopperLinearKernel.packed_bytes(spec) - 12) * 8 / (4096 * 4096) <= most
         packed = GluonHopperLinearKernel.pack(random_weight(spec.replace(n=64, k=256), 1))
         assert sum(t.nbytes for t in packed.values()) == GluonHopperLinearKernel.packed_bytes(spec.replace(n=64, k=256))
 

@@ -33,6 +33,7 @@ class Code(NamedTuple):
     planes: int
     bias: bool
     alpha: bool
+    folded: bool
     duplicate: tuple[str, str]
     fragment: tuple[str, str]
     unit: tuple[str, str] = ("", "")
@@ -88,9 +89,11 @@ def code_of(scheme: Scheme, bias: bool, mt: int = 0, x: str = "") -> Code:
     the cache ("even", or "odd" where K is no multiple of the columns of a unit) or from the ring as well ("ring").
     """
     s, blocks = scheme, scheme.blocks
-    common = (s.zero, s.width // 4, bias, s.alpha, ptx.duplicate(s.half, s.wide))
     if mt == 0:
-        return Code(s.format, s.half, s.wide, s.fine, s.per, *common, ptx.fragment(s.format, s.half))
+        pairs = ptx.scaled(s.format, s.wide) if s.unit else ptx.duplicate(s.half, s.wide)
+        alpha, decode = s.alpha or s.unit > 0, ptx.fragment(s.format, s.half)
+        return Code(s.format, s.half, s.wide, s.fine, s.per, s.zero, s.width // 4, bias, alpha, s.unit > 0, pairs, decode)
+    common = (s.zero, s.width // 4, bias, s.alpha, False, ptx.duplicate(s.half, s.wide))
     per = 1 if s.fine > 1 else s.per // blocks
     if x in ("even", "odd", "ring"):
         loads = {"even": ptx.load_x(blocks), "odd": ptx.load_x_masked(blocks), "ring": ptx.ring_x(blocks, mt)}[x]

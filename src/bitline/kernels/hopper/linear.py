@@ -55,7 +55,7 @@ class GluonHopperLinearKernel(Kernel):
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """words (`layout`); scale and zero [tiles, groups, 8, 2]; alpha [1]; perm int32 [K]. Absent ones are empty."""
+        """words (`layout`); scale and zero [tiles, groups, 8, 2]; alpha [1], or [3] of `_folded`; perm int32 [K]. Absent ones are empty."""
         spec, scheme = weight.spec, _scheme(weight.spec)
         if weight.device.type == "cuda":
             prepare()
@@ -79,7 +79,7 @@ class GluonHopperLinearKernel(Kernel):
             "words": words,
             "scale": layout.pair_table(stepped(scale), row),
             "zero": absent if weight.zero is None else layout.pair_table(stepped(weight.zero), row),
-            "alpha": alpha.float() if scheme.alpha else absent,
+            "alpha": _folded(scale, alpha, scheme.unit) if scheme.unit else alpha.float() if scheme.alpha else absent,
             "perm": absent.int() if weight.perm is None else weight.perm,
         }
 
@@ -114,7 +114,8 @@ class GluonHopperLinearKernel(Kernel):
         tiles, columns = layout.padded(spec.n, spec.k)
         rows = tiles * layout.ROWS
         entry = (4 if scheme.wide else 2) + (1 if spec.zero == "int" else 0)
-        return rows * columns * scheme.width // 8 + rows * scheme.groups * entry + (4 * spec.k if spec.act_order else 0)
+        alpha = 12 if scheme.unit else 4 if scheme.alpha else 0
+        return rows * columns * scheme.width // 8 + rows * scheme.groups * entry + alpha + (4 * spec.k if spec.act_order else 0)
 
 
 def _scheme(spec: LinearSpec) -> Scheme:
@@ -156,6 +157,14 @@ def _biased(scale: Tensor, alpha: Tensor, bias: int) -> tuple[Tensor, Tensor]:
     top = float(finite.max()) if finite.numel() else 0.0
     exponent = math.frexp(top)[1] - 1 if top else 0
     return (wide * 2.0 ** (bias - exponent)).float(), alpha.double() * 2.0**exponent
+
+
+def _folded(scale: Tensor, alpha: Tensor, unit: int) -> Tensor:
+    """alpha, the largest 2**F with which every scale is below 2**127, at most 2**127, and alpha * 2**(unit - F)."""
+    finite = scale[scale.isfinite()].abs()
+    top = float(finite.max()) if finite.numel() else 0.0
+    power = 127 - max(0, min(math.frexp(top)[1], 121))
+    return torch.cat((alpha.double(), alpha.new_tensor([2.0**power]).double(), alpha.double() * 2.0 ** (unit - power))).float()
 
 
 def _poisoned(scale: Tensor, row: Tensor, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:

@@ -217,20 +217,78 @@ def swap_x(blocks: int) -> tuple[str, str]:
     return s + "}", ",".join(["=&r"] * n) + ",l,l,r"
 
 
+def unit(name: str, half: bool) -> int:
+    """n, where the numbers of `fragment` for bfloat16 are 2**-n times what the codes stand for, before the scale; else 0.
+
+    Integers are taken as they are for bits of bfloat16, which are code * 2**-133 up to bit 7.
+    """
+    return 0 if half else {"u4": 133, "u8": 133, "z4": 133, "z8": 133, "e2m1": 126, "e4m3": 120}.get(name, 0)
+
+
 def fragment(name: str, half: bool) -> tuple[str, str]:
-    """(assembly, constraints) of one step's fragment: words, zero word where the format has one, scale pairs -> 8 numbers."""
-    f = Format(name, half)
+    """(assembly, constraints) of one step's fragment: words, zero word where the format has one, scale pairs -> 8 numbers.
+
+    Where there is a `unit`, scale pairs of rows g and g + 8 are times 2**F, and after those of integers without zero points
+    comes what is to be added for the middle of the codes (`scaled`): one instruction subtracts and scales.
+    """
+    f = Format(name + "s" if unit(name, half) and name.startswith("e") else name, half)
     planes = f.planes
     words = [f"${8 + i}" for i in range(planes)]
     at = 8 + planes
     zeros = [f"${at}"] if f.zero else []
     at += f.zero
-    s = f"{{ .reg .b32 {f.registers}; {f.constants(*zeros)}"
-    for i in range(4):
-        s += f.field(f"a{i}", words[(i // 2) * (planes - 1)], i % 2, i // 2) + f"mul.rn.{f.type} a{i},a{i},${at + i % 2};"
+    middle = name in ("u4", "u8") and not half
+    if unit(name, half) == 133:
+        s = "{ .reg .b32 a0,a1,a2,a3,t,z0,z1; mov.b32 t,0;"
+        if f.zero:
+            s += f"prmt.b32 z0,{zeros[0]},t,0x4040; prmt.b32 z1,{zeros[0]},t,0x4141;" + ("shl.b32 z1,z1,4;" if planes == 1 else "")
+        if planes == 1:
+            s += f"shr.u32 t,{words[0]},8;"
+            s += "".join(f"and.b32 a{i},{(words[0], 't')[i // 2]},{(0x000F000F, 0x00F000F0)[i % 2]:#x};" for i in range(4))
+        else:
+            s += "".join(f"and.b32 a{2 * h},{words[h]},0x00ff00ff; prmt.b32 a{2 * h + 1},{words[h]},t,0x4341;" for h in range(2))
+        for i in range(4):
+            if f.zero:
+                s += f"sub.bf16x2 a{i},a{i},z{i % 2}; mul.rn.bf16x2 a{i},a{i},${at + i % 2};"
+            else:
+                s += f"fma.rn.bf16x2 a{i},a{i},${at + i % 2},${at + 2 + i % 2};"
+    elif f.width == 4 and half and not name.startswith("e"):  # row g + 8 where it lies: 1024 + 16 * code, and 1/16 of it
+        s = "{ .reg .b32 a0,a1,a2,a3,t,magic,one,part,minus,minus1; mov.b32 magic,0x64006400; mov.b32 one,0x3C003C00;"
+        s += "mov.b32 part,0x2C002C00;"
+        if f.zero:  # -(1024 + zero) and -(64 + zero)
+            s += f"mov.b32 t,0xE4; prmt.b32 minus,{zeros[0]},t,0x4040; mov.b32 t,0; prmt.b32 minus1,{zeros[0]},t,0x4141;"
+            s += "shl.b32 minus1,minus1,4; add.u32 minus1,minus1,0xD400D400;"
+        else:
+            s += "mov.b32 minus,0xE408E408; mov.b32 minus1,0xD480D480;"
+        s += f"shr.u32 t,{words[0]},8;"
+        for i in range(4):
+            word, mask, factor, minus = (words[0], "t")[i // 2], (0x000F000F, 0x00F000F0)[i % 2], ("one", "part")[i % 2], ("", "1")[i % 2]
+            s += f"lop3.b32 a{i},{word},{mask:#x},magic,0xea; fma.rn.f16x2 a{i},a{i},{factor},minus{minus};"
+            s += f"mul.rn.f16x2 a{i},a{i},${at + i % 2};"
+    else:
+        s = f"{{ .reg .b32 {f.registers}; {f.constants(*zeros)}"
+        for i in range(4):
+            s += f.field(f"a{i}", words[(i // 2) * (planes - 1)], i % 2, i // 2) + f"mul.rn.{f.type} a{i},a{i},${at + i % 2};"
     for i in range(4):
         s += f"mov.b32 {{${2 * i},${2 * i + 1}}},a{i};"
-    return s + "}", ",".join(["=h"] * 8 + ["r"] * (planes + f.zero + 2))
+    return s + "}", ",".join(["=h"] * 8 + ["r"] * (planes + f.zero + (4 if middle else 2)))
+
+
+def scaled(name: str, wide: bool) -> tuple[str, str]:
+    """`duplicate` where there is a `unit`: pairs times powers of two, and then times minus the middle of the codes.
+
+    Inputs: a word that holds the scales of rows g and g + 8, or (wide) both as float32, and the factors, as pairs. Outputs:
+    the pairs of both rows, and for integers without zero points what is added for the middle of the codes in both.
+    """
+    middle = name.startswith("u")
+    at = 4 if middle else 2
+    s = "{ .reg .b32 t;"
+    for i in range(2):
+        s += f"cvt.rn.bf16x2.f32 t,${at + i},${at + i};" if wide else f"prmt.b32 t,${at},${at},{('0x1010', '0x3232')[i]};"
+        s += f"mul.rn.bf16x2 ${i},t,${at + 1 + wide + i};"
+    for i in range(2 * middle):  # -8 * 2**-133, or -128 * 2**-133
+        s += f"mov.b32 t,{'0x80088008' if name == 'u4' and i == 0 else '0x80808080'}; mul.rn.bf16x2 ${2 + i},${i},t;"
+    return s + "}", ",".join(["=&r"] * at + (["f", "f"] if wide else ["r"]) + ["r", "r"])
 
 
 def duplicate(half: bool, wide: bool) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bitline import types
+from bitline.kernels.hopper.ptx import unit
 from bitline.types import LinearSpec, Verdict, no
 
 
@@ -49,6 +50,11 @@ class Scheme:
     def usual(self) -> bool:
         """Symmetric 4 bits in groups of 128 with bfloat16 inputs, which tiles are tried with first."""
         return self.format == "u4" and (self.fine, self.per) == (1, 2) and not (self.half or self.wide or self.alpha)
+
+    @property
+    def unit(self) -> int:
+        """See `ptx.unit`."""
+        return unit(self.format, self.half)
 
     @property
     def zero(self) -> bool:

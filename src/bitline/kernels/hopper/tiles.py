@@ -64,6 +64,8 @@ class Wide(NamedTuple):
     @property
     def registers(self) -> tuple[int, int, int]:
         """Of a thread at the start (0: all there are), of one that multiplies and of one that brings tiles."""
+        if self.sb == 6 and self.nb == 2:
+            return (0, 208, 96) if self.bm < 128 else (0, 184, 120)
         if self.each == 2:
             return 80, 104, 32
         return (0, 112, 24) if self.nb == 4 else (0, 232, 40)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from bitline.kernels.hopper.decode_device import barrier
@@ -145,8 +145,12 @@ def table(buf, b: gl.constexpr, FINE: gl.constexpr):
 
 
 @gluon.jit
-def scale_pairs(buf, b: gl.constexpr, S: gl.constexpr):
-    """Scales of rows g and of rows g + 8, each twice in a word, in the input's dtype."""
+def scale_pairs(buf, b: gl.constexpr, f, S: gl.constexpr):
+    """Scales of rows g and of rows g + 8, each twice in a word, in the input's dtype.
+
+    S.folded: times the factors f, and after them what is added for the middle of the codes (`ptx.scaled`).
+    """
+    PAIRS: gl.constexpr = 4 if S.format == "u4" or S.format == "u8" else 2
     if S.wide:
         if S.fine == 1:
             REG: gl.constexpr = [[0, 1]]
@@ -157,23 +161,53 @@ def scale_pairs(buf, b: gl.constexpr, S: gl.constexpr):
         LANE: gl.constexpr = [[0, 0], [0, 0], [0, 2], [0, 4], [0, 8]]
         L: gl.constexpr = gl.DistributedLinearLayout(REG, LANE, [[1, 0], [2, 0]], [], [4, 16 * S.fine])
         lo, hi = gl.split(gl.reshape(buf.slice(b * 4, 4, dim=0).load(L), [4, 8 * S.fine, 2]))
-        lo = gl.inline_asm_elementwise(S.duplicate[0], S.duplicate[1], [lo], dtype=gl.int32, is_pure=True, pack=1)
-        hi = gl.inline_asm_elementwise(S.duplicate[0], S.duplicate[1], [hi], dtype=gl.int32, is_pure=True, pack=1)
-        return lo, hi
+        if S.folded:
+            found = gl.inline_asm_elementwise(
+                S.duplicate[0], S.duplicate[1], [lo, hi, f[0], f[1]], dtype=(gl.int32,) * PAIRS, is_pure=True, pack=1
+            )  # fmt: skip
+        else:
+            lo = gl.inline_asm_elementwise(S.duplicate[0], S.duplicate[1], [lo], dtype=gl.int32, is_pure=True, pack=1)
+            hi = gl.inline_asm_elementwise(S.duplicate[0], S.duplicate[1], [hi], dtype=gl.int32, is_pure=True, pack=1)
+            found = (lo, hi)
     else:
         both = table(buf, b, S.fine)
-        lo, hi = gl.inline_asm_elementwise(
-            S.duplicate[0], S.duplicate[1], [both], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-        )  # fmt: skip
-        return lo, hi
+        if S.folded:
+            found = gl.inline_asm_elementwise(
+                S.duplicate[0], S.duplicate[1], [both, f[0], f[1]], dtype=(gl.int32,) * PAIRS, is_pure=True, pack=1
+            )  # fmt: skip
+        else:
+            found = gl.inline_asm_elementwise(
+                S.duplicate[0], S.duplicate[1], [both], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            )  # fmt: skip
+    return found
 
 
 @gluon.jit
-def weights(wb, sb, zb, i, b: gl.constexpr, A: gl.constexpr, S: gl.constexpr):
+def factors(alpha_ptr, S: gl.constexpr):
+    """2**F as pairs of bfloat16 for rows g and for rows g + 8, whose 4-bit codes lie four bits higher."""
+    bits = gl.load(alpha_ptr + 1).to(gl.int32, bitcast=True)
+    other = bits - (4 << 23 if S.format == "u4" or S.format == "z4" else 0)
+    return bits | (bits >> 16), other | (other >> 16)
+
+
+@gluon.jit
+def entries(sb, zb, i, b: gl.constexpr, f, S: gl.constexpr):
+    """Zero points, scale pairs and what `scale_pairs` gives beside them, of buffer i and row block b, as a fragment takes them."""
+    LW: gl.constexpr = gl.BlockedLayout([1, 4, 1, 1], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
+    found = scale_pairs(sb.index(i), b, f, S)
+    pairs = (spread(found[0], S.fine, LW), spread(found[1], S.fine, LW))
+    if S.folded and (S.format == "u4" or S.format == "u8"):
+        pairs = pairs + (spread(found[2], S.fine, LW), spread(found[3], S.fine, LW))
+    if S.zero:
+        pairs = (spread(table(zb.index(i), b, S.fine).to(gl.int32), S.fine, LW),) + pairs
+    return pairs
+
+
+@gluon.jit
+def weights(wb, i, b: gl.constexpr, pairs, A: gl.constexpr, S: gl.constexpr):
     """64 x 64 weights of buffer i and row block b, decoded and scaled: the fragment of operand A."""
     LW: gl.constexpr = gl.BlockedLayout([1, 4, 1, 1], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
     WL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    lo, hi = scale_pairs(sb.index(i), b, S)
     words = wb.index(i).slice(b * 4, 4, dim=0)
     if S.planes == 1:
         args = (gl.convert_layout(gl.reshape(words.load(WL), [4, 4, 8, 4]), LW, assert_trivial=True),)
@@ -181,9 +215,7 @@ def weights(wb, sb, zb, i, b: gl.constexpr, A: gl.constexpr, S: gl.constexpr):
         w0 = gl.reshape(words.slice(0, 128, dim=1).load(WL), [4, 4, 8, 4])
         w1 = gl.reshape(words.slice(128, 128, dim=1).load(WL), [4, 4, 8, 4])
         args = (gl.convert_layout(w0, LW, assert_trivial=True), gl.convert_layout(w1, LW, assert_trivial=True))
-    if S.zero:
-        args = args + (spread(table(zb.index(i), b, S.fine).to(gl.int32), S.fine, LW),)
-    args = args + (spread(lo, S.fine, LW), spread(hi, S.fine, LW))
+    args = args + pairs
     if S.half:
         f = gl.inline_asm_elementwise(S.fragment[0], S.fragment[1], args, dtype=(gl.float16,) * 8, is_pure=True, pack=1)
     else:
@@ -237,7 +269,7 @@ def finish(
                     acc += gl.load(ws + (q * NT + b) * SIZE + poff, cache_modifier=".cg")
         n = (pn * NT + b) * 64
         if S.alpha:
-            acc *= gl.load(alpha_ptr)
+            acc *= gl.load(alpha_ptr + (2 if S.folded else 0))
         if S.bias:
             acc += gl.load(bias_ptr + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
         tma.store_wait(0)
@@ -257,6 +289,13 @@ def delay(CYCLES: gl.constexpr):
         "again: mov.u32 b,%clock; sub.u32 b,b,a; setp.lt.u32 p,b,$1; @p bra again; mov.u32 $0,b;}"
     )
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], CYCLES, gl.int32, T)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def border(n):
+    """A place that the compiler moves no instruction across: the end of a loop that never runs a second time."""
+    ASM: gl.constexpr = "{ .reg .pred p; setp.lt.s32 p,$1,0; again: @p st.shared.b32 [$1],$1; @p bra again; mov.b32 $0,$1; }"
+    gl.inline_asm_elementwise(ASM, "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -282,15 +321,20 @@ def consumer(
     rows2 = gl.arange(0, 64, gl.SliceLayout(1, mma2))
     cols2 = gl.arange(0, BM2, gl.SliceLayout(0, mma2))
     poff2 = ((cols2 // 8) * 512 + cols2 % 8)[None, :] + (rows2 * 8)[:, None]
+    f = (0, 0)
+    if S.folded:
+        f = factors(alpha_ptr, S)
     it = 0
     st = 0
     ph = 0
-    mbarrier.wait(full.index(0), 0)
-    X = weights(wb, sb, zb, 0, b0, A, S)
-    if G.mr == 2:
-        Y = weights(wb, sb, zb, 0, b1, A, S)
+    if G.sb < 6:
+        mbarrier.wait(full.index(0), 0)
+        X = weights(wb, 0, b0, entries(sb, zb, 0, b0, f, S), A, S)
+        if G.mr == 2:
+            Y = weights(wb, 0, b1, entries(sb, zb, 0, b1, f, S), A, S)
     if c * G.stagger > 0:
         delay(c * G.stagger)
+    barrier()
     for s in range(whole + parts):
         tile, k0, k1, pn, pm = segment(s, p, P, whole, u0, u1, KS, TM, TN, G.gn)
         acc = gl.zeros([64, BM], gl.float32, mma)
@@ -298,48 +342,107 @@ def consumer(
             acb = gl.zeros([64, BM], gl.float32, mma)
         if G.bm2 > 0:
             acb = gl.zeros([64, BM2], gl.float32, mma2)
-        for _k in range(k0, k1):
-            last = st + 1 == G.stages
-            sn = gl.where(last, 0, st + 1)
-            now = ph
-            ph = gl.where(last, ph ^ 1, ph)
-            it += 1
-            X1 = X
-            tok = warpgroup_mma(X, xb.index(st * G.h).permute([1, 0]), acc, is_async=True)
-            if G.mr == 2:
-                Y1 = Y
-                tob = warpgroup_mma(Y, xb.index(st * G.h).permute([1, 0]), acb, is_async=True)
-            if G.bm2 > 0:
-                same = gl.convert_layout(X, A2, assert_trivial=True)
-                tob = warpgroup_mma(same, xc.index(st * G.h).permute([1, 0]), acb, is_async=True)
-            if G.h == 2:
-                if G.sb:  # passed already: a border, so that ptxas does not move the decoding behind the product
-                    mbarrier.wait(full.index(st), now)
-                X1 = weights(wb, sb, zb, st * 2 + 1, b0, A, S)
-                if G.mr == 2:
-                    Y1 = weights(wb, sb, zb, st * 2 + 1, b1, A, S)
-                    acc, acb, _x, _y, X1, Y1 = warpgroup_mma_wait(0, deps=[tok, tob, X, Y, X1, Y1])
-                    tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
-                    tob = warpgroup_mma(Y1, xb.index(st * 2 + 1).permute([1, 0]), acb, is_async=True)
-                elif G.bm2 > 0:
-                    acc, acb, _x, X1 = warpgroup_mma_wait(0, deps=[tok, tob, X, X1])
-                    tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
-                    same = gl.convert_layout(X1, A2, assert_trivial=True)
-                    tob = warpgroup_mma(same, xc.index(st * 2 + 1).permute([1, 0]), acb, is_async=True)
+        if G.sb >= 6:
+            OUT: gl.constexpr = 2 if G.bm2 > 0 else 1
+            H: gl.constexpr = G.h
+            SAME: gl.constexpr = S.fine == 1 and S.per % G.h == 0  # a stage's blocks share their scales
+            old = st
+            tok = warpgroup_mma_init(acc)
+            if G.mr == 2 or G.bm2 > 0:
+                tob = warpgroup_mma_init(acb)
+            for k in range(k0, k1):
+                mbarrier.wait(full.index(st), ph)
+                for h in gl.static_range(H):
+                    if h == 0 or not SAME:
+                        e = entries(sb, zb, st * H + h, b0, f, S)
+                    V = weights(wb, st * H + h, b0, e, A, S)
+                    tok = warpgroup_mma(V, xb.index(st * H + h).permute([1, 0]), tok, is_async=True)
+                    if G.bm2 > 0:
+                        same = gl.convert_layout(V, A2, assert_trivial=True)
+                        tob = warpgroup_mma(same, xc.index(st * H + h).permute([1, 0]), tob, is_async=True)
+                    if G.sb == 6 or (h > 0 and h + 1 < H):
+                        _v = warpgroup_mma_wait(OUT, deps=[V])
+                    if h == 0 and G.sb == 6:
+                        mbarrier.arrive(empty.index(old), count=1, pred=k > k0)
+                    if G.mr == 2:
+                        if h == 0 or not SAME:
+                            e1 = entries(sb, zb, st * H + h, b1, f, S)
+                        W = weights(wb, st * H + h, b1, e1, A, S)
+                        tob = warpgroup_mma(W, xb.index(st * H + h).permute([1, 0]), tob, is_async=True)
+                        _w = warpgroup_mma_wait(1, deps=[W])
+                if G.sb == 7:
+                    if G.mr == 2 or G.bm2 > 0:
+                        acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
+                        tob = warpgroup_mma_init(acb)
+                    else:
+                        acc = warpgroup_mma_wait(0, deps=[tok])
+                    tok = warpgroup_mma_init(acc)
+                    mbarrier.arrive(empty.index(st), count=1)
+                old = st
+                last = st + 1 == G.stages
+                st = gl.where(last, 0, st + 1)
+                ph = gl.where(last, ph ^ 1, ph)
+            if G.sb == 6:
+                if G.mr == 2 or G.bm2 > 0:
+                    acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
                 else:
-                    acc, _x, X1 = warpgroup_mma_wait(0, deps=[tok, X, X1])
-                    tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
-            mbarrier.wait(full.index(sn), ph, pred=it < total)
-            X2 = weights(wb, sb, zb, sn * G.h, b0, A, S)
-            if G.mr == 2:
-                Y2 = weights(wb, sb, zb, sn * G.h, b1, A, S)
-                acc, acb, _x, _y, X, Y = warpgroup_mma_wait(0, deps=[tok, tob, X1, Y1, X2, Y2])
-            elif G.bm2 > 0:
-                acc, acb, _x, X = warpgroup_mma_wait(0, deps=[tok, tob, X1, X2])
+                    acc = warpgroup_mma_wait(0, deps=[tok])
+                mbarrier.arrive(empty.index(old), count=1)
+            elif G.mr == 2 or G.bm2 > 0:
+                acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
             else:
-                acc, _x, X = warpgroup_mma_wait(0, deps=[tok, X1, X2])
-            mbarrier.arrive(empty.index(st), count=1)
-            st = sn
+                acc = warpgroup_mma_wait(0, deps=[tok])
+        else:
+            for _k in range(k0, k1):
+                last = st + 1 == G.stages
+                sn = gl.where(last, 0, st + 1)
+                now = ph
+                ph = gl.where(last, ph ^ 1, ph)
+                it += 1
+                X1 = X
+                tok = warpgroup_mma(X, xb.index(st * G.h).permute([1, 0]), acc, is_async=True)
+                if G.mr == 2:
+                    Y1 = Y
+                    tob = warpgroup_mma(Y, xb.index(st * G.h).permute([1, 0]), acb, is_async=True)
+                if G.bm2 > 0:
+                    same = gl.convert_layout(X, A2, assert_trivial=True)
+                    tob = warpgroup_mma(same, xc.index(st * G.h).permute([1, 0]), acb, is_async=True)
+                if G.sb == 3 or G.sb == 5:
+                    border(N)
+                if G.h == 2:
+                    if G.sb == 1:  # passed already: a border, so that ptxas does not move the decoding behind the product
+                        mbarrier.wait(full.index(st), now)
+                    X1 = weights(wb, st * 2 + 1, b0, entries(sb, zb, st * 2 + 1, b0, f, S), A, S)
+                    if G.mr == 2:
+                        Y1 = weights(wb, st * 2 + 1, b1, entries(sb, zb, st * 2 + 1, b1, f, S), A, S)
+                    if G.sb == 2 or G.sb == 3:
+                        border(N)
+                    if G.mr == 2:
+                        acc, acb, _x, _y, X1, Y1 = warpgroup_mma_wait(0, deps=[tok, tob, X, Y, X1, Y1])
+                        tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
+                        tob = warpgroup_mma(Y1, xb.index(st * 2 + 1).permute([1, 0]), acb, is_async=True)
+                    elif G.bm2 > 0:
+                        acc, acb, _x, X1 = warpgroup_mma_wait(0, deps=[tok, tob, X, X1])
+                        tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
+                        same = gl.convert_layout(X1, A2, assert_trivial=True)
+                        tob = warpgroup_mma(same, xc.index(st * 2 + 1).permute([1, 0]), acb, is_async=True)
+                    else:
+                        acc, _x, X1 = warpgroup_mma_wait(0, deps=[tok, X, X1])
+                        tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
+                mbarrier.wait(full.index(sn), ph, pred=it < total)
+                X2 = weights(wb, sn * G.h, b0, entries(sb, zb, sn * G.h, b0, f, S), A, S)
+                if G.mr == 2:
+                    Y2 = weights(wb, sn * G.h, b1, entries(sb, zb, sn * G.h, b1, f, S), A, S)
+                if G.sb == 2 or G.sb == 3:
+                    border(N)
+                if G.mr == 2:
+                    acc, acb, _x, _y, X, Y = warpgroup_mma_wait(0, deps=[tok, tob, X1, Y1, X2, Y2])
+                elif G.bm2 > 0:
+                    acc, acb, _x, X = warpgroup_mma_wait(0, deps=[tok, tob, X1, X2])
+                else:
+                    acc, _x, X = warpgroup_mma_wait(0, deps=[tok, X1, X2])
+                mbarrier.arrive(empty.index(st), count=1)
+                st = sn
         if G.pdl and s == 0:
             gdc_wait()
         m = pm * (G.bm + G.bm2)
