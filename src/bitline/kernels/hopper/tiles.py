@@ -60,6 +60,8 @@ class Wide(NamedTuple):
     bm2: int = 0
     each: int = 1
     stagger: int = 0
+    turns: int = 0
+    halves: bool = False
 
     @property
     def registers(self) -> tuple[int, int, int]:
@@ -154,10 +156,10 @@ _COSTS = {
     Wide(64, 2, 4, 1, 0, 8, True, False, 4, 32): _Cost(5.666, 0.549, 0.0, 6.213, 1.284),
     Wide(128, 2, 4, 1, 0, 8, True, False, stagger=300): _Cost(0.724, 0.392, 0.0, 4.724, 0.373),
     Wide(128, 1, 4, 2, 0, 8, True, False, stagger=600): _Cost(2.334, 0.730, 0.0, 7.454, 1.838),
-    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=32, stagger=300): _Cost(0.506, 0.496, 0.0, 5.195, 0.842),
-    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=64, stagger=300): _Cost(1.262, 0.548, 0.0, 6.286, 1.373),
-    Wide(256, 1, 4, 1, 0, 32, True, False): _Cost(0.814, 0.679, 0.0, 9.267, 1.970),
-    Wide(256, 1, 3, 1, 0, 8, True, False, bm2=64): _Cost(5.064, 0.921, 0.0, 10.090, 2.857),
+    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=32, turns=1): _Cost(0.506, 0.456, 0.0, 5.195, 0.842),
+    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=64, turns=1): _Cost(1.262, 0.518, 0.0, 6.286, 1.373),
+    Wide(256, 1, 4, 1, 0, 32, True, False, turns=1, halves=True): _Cost(0.814, 0.660, 0.0, 7.267, 1.270),
+    Wide(256, 1, 3, 1, 0, 8, True, False, bm2=64, turns=1): _Cost(3.064, 0.800, 0.0, 8.090, 2.357),
 }
 
 
