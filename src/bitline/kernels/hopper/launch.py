@@ -79,7 +79,7 @@ class Geometry(NamedTuple):
     left: int
     stagger: int
     turns: int
-    halves: bool
+    split: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -289,10 +289,12 @@ class _WidePlan:
         self.numbers = (spec.n, stages, tm, tn, p, whole, rest)
         self.scratch = p * nt * 64 * (t.bm + t.bm2) if rest else 0
         self.key = (spec.n, spec.k)
-        halves = t.halves and rest > 0 and p * stages % rest == 0
-        self.kept = (t.bm // 2, t.bm2 // 2) if halves else (t.bm, t.bm2)  # rows of x that are written at a time
+        split = 0
+        if t.halves and rest and p * stages % rest == 0:
+            split = 4 if p * stages // rest % 4 == 0 else 2
+        self.kept = (t.bm // max(split, 1), t.bm2 // max(split, 1))  # rows of x that are written at a time
         first, registers, left = t.registers
-        geometry = Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.sb, t.bm2, registers, left, t.stagger, t.turns, halves)
+        geometry = Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.sb, t.bm2, registers, left, t.stagger, t.turns, split)
         self.constants = (code_of(scheme, bias), geometry)
         self.options = {"num_warps": 4, "launch_pdl": t.pdl, **({"maxnreg": first} if first else {})}
         self.boxes = (nt * 4, 128 * scheme.width // 4, (16 if scheme.wide else 8) * scheme.fine, 8 * scheme.fine)

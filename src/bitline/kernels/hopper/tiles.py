@@ -46,6 +46,8 @@ class Wide(NamedTuple):
     gn: tiles along N that are worked on together, for the cache. pdl: start before the kernel before has ended. sb: a wait
     more, which keeps the compiler's order. nb: warpgroups. bm2: further rows of x, as a second product; 0 for none.
     each: programs that share a multiprocessor. stagger: cycles by which each warpgroup starts after the one before.
+    turns: warpgroups multiply one after the other, and decode meanwhile. halves: where all cut tiles have as many programs, two
+    or four of these add up a half or a quarter each.
     """
 
     bm: int
@@ -183,7 +185,7 @@ def _programs(total: int, sms: int, tile: Wide) -> list[int]:
     alike = total * (slots // total)
     power = tile.each << (sms.bit_length() - 1)
     best = [p for p in (even, alike) if p >= 0.95 * slots]
-    room = FLAGS // (tile.nb * tile.mr * (2 if tile.bm2 else 1)) + 1  # the last tile is never cut
+    room = FLAGS // (tile.nb * (4 if tile.halves else 1)) + 1  # the last tile is never cut
     return list(dict.fromkeys(p for p in best or (even, alike, slots, power) if 0 < p <= room))
 
 

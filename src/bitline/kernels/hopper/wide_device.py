@@ -276,6 +276,18 @@ def halve(v, BM: gl.constexpr):
 
 
 @gluon.jit
+def cut(v, BM: gl.constexpr, SPLIT: gl.constexpr):
+    """The halves or quarters of `flat`."""
+    v0, v1 = halve(v, BM)
+    found = (v0, v1)
+    if SPLIT == 4:
+        a0, a1 = halve(v0, BM // 2)
+        b0, b1 = halve(v1, BM // 2)
+        found = (a0, a1, b0, b1)
+    return found
+
+
+@gluon.jit
 def finish(
     c: gl.constexpr, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R,
     S: gl.constexpr, G: gl.constexpr,
@@ -320,68 +332,58 @@ def finish(
 
 
 @gluon.jit
-def finish_halves(
+def finish_shared(
     c: gl.constexpr, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R,
     S: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
-    """The same where all cut tiles have as many programs: two of these add up and write a half of the rows of x each."""
+    """The same where all cut tiles have as many programs: G.split of these add up and write as many parts of the rows of x."""
     TWO: gl.constexpr = G.mr == 2 or G.bm2 > 0
-    BM: gl.constexpr = G.bm
-    BM2: gl.constexpr = G.bm if G.mr == 2 else G.bm2
-    HALF: gl.constexpr = BM // 2
-    HALF2: gl.constexpr = BM2 // 2
+    SPLIT: gl.constexpr = G.split
+    BM: gl.constexpr = G.bm // SPLIT
+    BM2: gl.constexpr = (G.bm if G.mr == 2 else G.bm2) // SPLIT
     STEP: gl.constexpr = G.nb * G.mr * 64 * (G.bm + G.bm2)
     b0: gl.constexpr = c * G.mr
     b1: gl.constexpr = b0 + G.mr - 1
-    flag = flags + ((tile - whole * P) * G.nb + c) * 2
+    flag = flags + ((tile - whole * P) * G.nb + c) * SPLIT
     at = ws + b0 * (64 * (G.bm + G.bm2))
     at2 = at + 64 * G.bm
     n = (pn * (G.nb * G.mr) + b0) * 64
     m = pm * (G.bm + G.bm2)
-    v0, v1 = halve(flat(acc, BM), BM)
+    v = cut(flat(acc, G.bm), G.bm, SPLIT)
+    v2 = v
     if TWO:
-        x0, x1 = halve(flat(acb, BM2), BM2)
+        v2 = cut(flat(acb, BM2 * SPLIT), BM2 * SPLIT, SPLIT)
     uncut = k1 - k0 == KS
     programs = P * KS // R
     first = p // programs * programs
-    keep0 = uncut | (p == first)
-    keep1 = uncut | (p - first == programs // 2)
-    if not keep0:
-        gl.store(at + p * STEP + places(HALF), v0)
-        if TWO:
-            gl.store(at2 + p * STEP + places(HALF2), x0)
+    mine = p - first  # part i belongs to program first + i * programs // SPLIT
+    if not uncut:
+        for i in gl.static_range(SPLIT):
+            if mine != i * programs // SPLIT:
+                gl.store(at + (p * STEP + i * (64 * BM)) + places(BM), v[i])
+                if TWO:
+                    gl.store(at2 + (p * STEP + i * (64 * BM2)) + places(BM2), v2[i])
         barrier()
-        gl.atomic_add(flag, 1, sem="release", scope="gpu")
-    if not keep1:
-        gl.store(at + (p * STEP + 64 * HALF) + places(HALF), v1)
-        if TWO:
-            gl.store(at2 + (p * STEP + 64 * HALF2) + places(HALF2), x1)
-        barrier()
-        gl.atomic_add(flag + 1, 1, sem="release", scope="gpu")
-    if keep0:
-        if not uncut:
-            await_parts(flag, programs - 1)
-            v0 = collect(v0, at, p + 1, p + programs, STEP, HALF, False)
-            if TWO:
-                x0 = collect(x0, at2, p + 1, p + programs, STEP, HALF2, False)
-        write(v0, od, ob.index(b0).slice(0, HALF, dim=0), n, m, bias_ptr, alpha_ptr, N, HALF, S)
-        if G.mr == 2:
-            write(x0, od, ob.index(b1).slice(0, HALF, dim=0), n + 64, m, bias_ptr, alpha_ptr, N, HALF, S)
-        if G.bm2 > 0:
-            write(x0, oe, ob.index(b0).slice(0, HALF2, dim=0), n, m + BM, bias_ptr, alpha_ptr, N, HALF2, S)
-    if keep1:
-        if not uncut:
-            await_parts(flag + 1, programs - 1)
-            v1 = collect(v1, at + 64 * HALF, first, p, STEP, HALF, False)
-            v1 = collect(v1, at + 64 * HALF, p + 1, first + programs, STEP, HALF, False)
-            if TWO:
-                x1 = collect(x1, at2 + 64 * HALF2, first, p, STEP, HALF2, False)
-                x1 = collect(x1, at2 + 64 * HALF2, p + 1, first + programs, STEP, HALF2, False)
-        write(v1, od, ob.index(b0).slice(HALF, HALF, dim=0), n, m + HALF, bias_ptr, alpha_ptr, N, HALF, S)
-        if G.mr == 2:
-            write(x1, od, ob.index(b1).slice(HALF, HALF, dim=0), n + 64, m + HALF, bias_ptr, alpha_ptr, N, HALF, S)
-        if G.bm2 > 0:
-            write(x1, oe, ob.index(b0).slice(HALF2, HALF2, dim=0), n, m + BM + HALF2, bias_ptr, alpha_ptr, N, HALF2, S)
+        for i in gl.static_range(SPLIT):
+            if mine != i * programs // SPLIT:
+                gl.atomic_add(flag + i, 1, sem="release", scope="gpu")
+    for i in gl.static_range(SPLIT):
+        if uncut | (mine == i * programs // SPLIT):
+            y = v[i]
+            y2 = v2[i]
+            if not uncut:
+                await_parts(flag + i, programs - 1)
+                y = collect(y, at + i * (64 * BM), first, p, STEP, BM, False)
+                y = collect(y, at + i * (64 * BM), p + 1, first + programs, STEP, BM, False)
+                if TWO:
+                    y2 = collect(y2, at2 + i * (64 * BM2), first, p, STEP, BM2, False)
+                    y2 = collect(y2, at2 + i * (64 * BM2), p + 1, first + programs, STEP, BM2, False)
+            write(y, od, ob.index(b0).slice(i * BM, BM, dim=0), n, m + i * BM, bias_ptr, alpha_ptr, N, BM, S)
+            if G.mr == 2:
+                write(y2, od, ob.index(b1).slice(i * BM, BM, dim=0), n + 64, m + i * BM, bias_ptr, alpha_ptr, N, BM, S)
+            if G.bm2 > 0:
+                o = ob.index(b0).slice(i * BM2, BM2, dim=0)
+                write(y2, oe, o, n, m + G.bm + i * BM2, bias_ptr, alpha_ptr, N, BM2, S)
 
 
 @gluon.jit
@@ -456,12 +458,14 @@ def consumer(
                 if G.bm2 > 0:
                     same = gl.convert_layout(X, A2, assert_trivial=True)
                     tob = warpgroup_mma(same, xc.index(st * G.h).permute([1, 0]), acb, is_async=True)
+                if G.turns == 3 and (c < G.nb - 1 or it < total):
+                    give_turn((c + 1) % G.nb, N)
                 if G.h == 2:
                     tok = warpgroup_mma(Z, xb.index(st * 2 + 1).permute([1, 0]), tok, is_async=True)
                     if G.bm2 > 0:
                         same = gl.convert_layout(Z, A2, assert_trivial=True)
                         tob = warpgroup_mma(same, xc.index(st * 2 + 1).permute([1, 0]), tob, is_async=True)
-                if c < G.nb - 1 or it < total:
+                if G.turns < 3 and (c < G.nb - 1 or it < total):
                     give_turn((c + 1) % G.nb, N)
                 if G.h == 1:
                     Z = X
@@ -520,8 +524,8 @@ def consumer(
             gdc_wait()
         if G.mr == 1 and G.bm2 == 0:
             acb = acc
-        if G.halves:
-            finish_halves(
+        if G.split:
+            finish_shared(
                 c, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R, S, G
             )  # fmt: skip
         else:
