@@ -98,9 +98,9 @@ def wide(spec, m):
 
     pointers = {
         "xd": box(act, tile.bm, 64, 128, 16), "xe": box(act, tile.bm2, 64, 128, 16) if tile.bm2 else "*i32",
-        "oe": box(act, tile.bm2, 64, 128, 16) if tile.bm2 else "*i32", "wd": box("i32", rows, words, 0, 32),
+        "oe": box(act, plan.kept[1], 64, 128, 16) if tile.bm2 else "*i32", "wd": box("i32", rows, words, 0, 32),
         "sd": box("fp32" if scheme.wide else "i32", rows, entries, 0, 32),
-        "zd": box("i16", rows, zeros, 0, 16) if scheme.zero else "*i32", "od": box(act, tile.bm, 64, 128, 16),
+        "zd": box("i16", rows, zeros, 0, 16) if scheme.zero else "*i32", "od": box(act, plan.kept[0], 64, 128, 16),
         "ws": "*fp32", "flags": "*i32", "bias_ptr": "*" + act, "alpha_ptr": "*fp32",
     }  # fmt: skip
     constants = dict(zip(("S", "G"), plan.constants, strict=True))

@@ -283,13 +283,53 @@ def test_every_stage_of_every_tile_has_one_program_and_the_parts_are_awaited(tot
     assert (done == 1).all() and torch.equal(parts, awaited)
 
 
+@pytest.mark.parametrize("stages", [1, 2, 9, 34])
+@pytest.mark.parametrize("total, programs", [(32, 128), (64, 128), (43, 129), (160, 128), (12, 132), (66, 264)])
+def test_parts_of_a_tile_cut_alike_are_each_added_up_by_one_program(total, programs, stages):
+    programs, whole, rest = shares(total, stages, programs)
+    if not rest or programs * stages % rest:
+        return  # whole tiles, or fewer stages than programs
+    n = programs * stages // rest
+    split = 4 if n % 4 == 0 else 2
+    kept, arrived = torch.zeros(split, programs // n), torch.zeros(split, programs // n)
+    for p in range(programs):
+        cut = [tile for tile, k0, k1 in pieces(p, programs, whole, rest, stages) if k1 - k0 < stages]
+        assert cut == [whole * programs + p // n]  # one, so that nothing waits behind its wait
+        for i in range(split):
+            kept[i, p // n] += p % n == i * n // split
+            arrived[i, p // n] += p % n != i * n // split
+    assert (kept == 1).all() and (arrived == n - 1).all()
+
+
 def test_flags_of_a_launch_have_room():
     for tile in _COSTS:
         for total in (1, 2, 31, 64, 131, 132, 224, 1000):
             for programs in _programs(total, 132, tile):
                 cut = shares(total, 32, programs)[2] // 32
                 assert 0 < programs <= 132 * tile.each
-                assert cut * tile.nb * tile.mr * (2 if tile.bm2 else 1) <= launch._SLOT
+                assert cut * tile.nb * (4 if tile.halves else 1) <= launch._SLOT
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("tiles", [[1], [3, 1, 5], [2, 2]])
+def test_turns_of_warpgroups_neither_block_nor_overtake(groups, tiles):
+    """`wide_device.turn` as barriers of two warpgroups each, in every order in which they may be run."""
+    total = sum(tiles)
+    for order in range(groups):
+        given, done = [0] * groups, [0] * groups
+        given[0] = 1  # by the last one, at the start
+        log = []
+        while any(count < total for count in done):
+            ready = [c for c in range(groups) if done[c] < total and given[c]]
+            assert ready, "nobody's turn"
+            c = ready[order % len(ready)]
+            given[c] -= 1
+            done[c] += 1
+            log.append(c)
+            if c < groups - 1 or done[c] < total:
+                given[(c + 1) % groups] += 1
+                assert given[(c + 1) % groups] == 1  # a barrier that is given twice would lose one
+        assert log == [i % groups for i in range(total * groups)] and not any(given)
 
 
 def test_every_number_of_rows_has_a_tile():

@@ -74,11 +74,13 @@ class Geometry(NamedTuple):
     mr: int
     gn: int
     pdl: bool
-    sb: bool
+    ahead: bool
     bm2: int
     registers: int
     left: int
     stagger: int
+    turns: int
+    split: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -290,8 +292,12 @@ class _WidePlan:
         self.numbers = (spec.n, stages, tm, tn, p, whole, rest)
         self.scratch = p * nt * 64 * (t.bm + t.bm2) if rest else 0
         self.key = (spec.n, spec.k)
+        split = 0
+        if t.halves and rest and p * stages % rest == 0:
+            split = 4 if p * stages // rest % 4 == 0 else 2
+        self.kept = (t.bm // max(split, 1), t.bm2 // max(split, 1))  # rows of x that are written at a time
         first, registers, left = t.registers
-        geometry = Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.sb, t.bm2, registers, left, t.stagger)
+        geometry = Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.ahead, t.bm2, registers, left, t.stagger, t.turns, split)
         self.constants = (code_of(scheme, bias), geometry)
         self.options = {"num_warps": 4, "launch_pdl": t.pdl, **({"maxnreg": first} if first else {})}
         self.boxes = (nt * 4, 128 * scheme.width // 4, (16 if scheme.wide else 8) * scheme.fine, 8 * scheme.fine)
@@ -378,8 +384,8 @@ class _WidePlan:
             g.Descriptor.from_tensor(packed[0].view(tiles, -1), [rows, words], g.plain32),
             g.Descriptor.from_tensor(scale.view(tiles, -1), [rows, entries], g.plain32),
             g.Descriptor.from_tensor(zero.view(tiles, -1), [rows, zeros], g.plain16) if s.zero else packed[0],
-            g.Descriptor.from_tensor(y, [bm, 64], g.swizzled),
-            g.Descriptor.from_tensor(y, [bm2, 64], g.swizzled) if bm2 else packed[0],
+            g.Descriptor.from_tensor(y, [self.kept[0], 64], g.swizzled),
+            g.Descriptor.from_tensor(y, [self.kept[1], 64], g.swizzled) if bm2 else packed[0],
             _Typed(parts, "fp32"), _Typed(flags, "i32"), x if bias is None else bias, packed[3], *self.numbers,
         )  # fmt: skip
         _binaries[key] = _compile(g.wide, self.programs, typed, self.constants, self.options)

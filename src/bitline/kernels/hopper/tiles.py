@@ -43,9 +43,11 @@ class Decode(NamedTuple):
 class Wide(NamedTuple):
     """bm: rows of x. h: blocks of 64 columns in a stage. mr: blocks of 64 rows of W for a warpgroup. p: programs.
 
-    gn: tiles along N that are worked on together, for the cache. pdl: start before the kernel before has ended. sb: a wait
-    more, which keeps the compiler's order. nb: warpgroups. bm2: further rows of x, as a second product; 0 for none.
+    gn: tiles along N that are worked on together, for the cache. pdl: start before the kernel before has ended. ahead:
+    products run on from stage to stage, where the compiler has the registers for it. nb: warpgroups. bm2: further rows of x, as a second product; 0 for none.
     each: programs that share a multiprocessor. stagger: cycles by which each warpgroup starts after the one before.
+    turns: warpgroups multiply one after the other, and decode meanwhile. halves: where all cut tiles have as many programs, two
+    or four of these add up a half or a quarter each.
     """
 
     bm: int
@@ -55,17 +57,19 @@ class Wide(NamedTuple):
     p: int
     gn: int
     pdl: bool
-    sb: bool
+    ahead: bool
     nb: int = 2
     bm2: int = 0
     each: int = 1
     stagger: int = 0
+    turns: int = 0
+    halves: bool = False
 
     @property
     def registers(self) -> tuple[int, int, int]:
         """Of a thread at the start (0: all there are), of one that multiplies and of one that brings tiles."""
-        if self.sb == 6 and self.nb == 2:
-            return (0, 208, 96) if self.bm < 128 else (0, 184, 120)
+        if self.ahead:  # ptxas wants the registers of products in flight for the warp that brings tiles as well
+            return (0, 184, 120) if self.bm > 64 else (0, 200, 96)
         if self.each == 2:
             return 80, 104, 32
         return (0, 112, 24) if self.nb == 4 else (0, 232, 40)
@@ -156,10 +160,10 @@ _COSTS = {
     Wide(64, 2, 4, 1, 0, 8, True, False, 4, 32): _Cost(5.666, 0.549, 0.0, 6.213, 1.284),
     Wide(128, 2, 4, 1, 0, 8, True, False, stagger=300): _Cost(0.724, 0.392, 0.0, 4.724, 0.373),
     Wide(128, 1, 4, 2, 0, 8, True, False, stagger=600): _Cost(2.334, 0.730, 0.0, 7.454, 1.838),
-    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=32, stagger=300): _Cost(0.506, 0.496, 0.0, 5.195, 0.842),
-    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=64, stagger=300): _Cost(1.262, 0.548, 0.0, 6.286, 1.373),
-    Wide(256, 1, 4, 1, 0, 32, True, False): _Cost(0.814, 0.679, 0.0, 9.267, 1.970),
-    Wide(256, 1, 3, 1, 0, 8, True, False, bm2=64): _Cost(5.064, 0.921, 0.0, 10.090, 2.857),
+    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=32, turns=1): _Cost(0.506, 0.456, 0.0, 5.195, 0.842),
+    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=64, turns=1): _Cost(1.262, 0.518, 0.0, 6.286, 1.373),
+    Wide(256, 1, 4, 1, 0, 32, True, False, turns=1, halves=True): _Cost(0.814, 0.660, 0.0, 7.267, 1.270),
+    Wide(256, 1, 3, 1, 0, 8, True, False, bm2=64, turns=1): _Cost(3.064, 0.800, 0.0, 8.090, 2.357),
 }
 
 
@@ -183,7 +187,7 @@ def _programs(total: int, sms: int, tile: Wide) -> list[int]:
     alike = total * (slots // total)
     power = tile.each << (sms.bit_length() - 1)
     best = [p for p in (even, alike) if p >= 0.95 * slots]
-    room = FLAGS // (tile.nb * tile.mr * (2 if tile.bm2 else 1)) + 1  # the last tile is never cut
+    room = FLAGS // (tile.nb * (4 if tile.halves else 1)) + 1  # the last tile is never cut
     return list(dict.fromkeys(p for p in best or (even, alike, slots, power) if 0 < p <= room))
 
 

@@ -28,6 +28,14 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
+# The loop, which never runs twice, is a border that the compiler moves no decoding across.
+AWAIT = gl.constexpr(
+    tuple(f"{{.reg .pred p; setp.lt.s32 p,$1,0; again: bar.sync {8 + i},256; @p bra again; mov.b32 $0,$1;}}" for i in range(4))
+)
+WAIT = gl.constexpr(tuple(f"bar.sync {8 + i},256; // $0 $1" for i in range(4)))
+SAY = gl.constexpr(tuple(f"bar.arrive {8 + i},256; // $0 $1" for i in range(4)))
+
+
 @gluon.jit
 def share(p, P, R, KS):
     """Stages [u0, u1) of the cut tiles that program p has, and the number of tiles that they lie in."""
@@ -65,11 +73,11 @@ def bring_weights(wd, sd, zd, full, wb, sb, zb, st, k, pn, S: gl.constexpr, G: g
     H: gl.constexpr = G.h
     for h in gl.static_range(H):
         b = k * G.h + h
-        async_load(wd, [pn * (NT * 4), b * WORDS], full.index(st), wb.index(st * G.h + h))
         if S.per > 0:
             entry = b * S.fine // S.per
         else:
             entry = b * 0
+        async_load(wd, [pn * (NT * 4), b * WORDS], full.index(st), wb.index(st * G.h + h))
         async_load(sd, [pn * (NT * 4), entry * ENTRY], full.index(st), sb.index(st * G.h + h))
         if S.zero:
             async_load(zd, [pn * (NT * 4), entry * 8], full.index(st), zb.index(st * G.h + h))
@@ -228,56 +236,186 @@ def weights(wb, i, b: gl.constexpr, pairs, A: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def finish(
-    acc, b: gl.constexpr, part: gl.constexpr, BM: gl.constexpr, od, o, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, m, p,
-    N, KS, P, whole, R, poff, rows, S: gl.constexpr, G: gl.constexpr,
-):  # fmt: skip
-    """Write block b of a tile, or of a part of one for the program that holds its start.
+def flat(acc, BM: gl.constexpr):
+    """Accumulators [64, BM] as [128 threads, BM / 2], so that a thread's own lie side by side: only renames registers."""
+    L: gl.constexpr = gl.BlockedLayout([1, BM // 2], [32, 1], [4, 1], [1, 0])
+    v = gl.reshape(acc, [4, 2, 8, BM // 8, 4, 2])  # warp, half of its rows, row, columns / 8, lane, element
+    return gl.convert_layout(gl.reshape(gl.permute(v, [0, 2, 4, 3, 1, 5]), [128, BM // 2]), L, assert_trivial=True)
 
-    part: 0 for the first bm rows of x, 1 for the bm2 others; BM: their number, m: the first of them. o: a buffer [BM, 64].
+
+@gluon.jit
+def places(BM: gl.constexpr):
+    """Offsets of `flat` in scratch: 16 bytes of each thread side by side."""
+    L: gl.constexpr = gl.BlockedLayout([1, BM // 2], [32, 1], [4, 1], [1, 0])
+    i = gl.arange(0, BM // 2, gl.SliceLayout(0, L))
+    return ((i // 4) * 512 + i % 4)[None, :] + (gl.arange(0, 128, gl.SliceLayout(1, L)) * 4)[:, None]
+
+
+@gluon.jit
+def collect(v, at, q0, q1, STEP: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr):
+    """v plus the parts of programs [q0, q1), in their order."""
+    at += places(BM)
+    if AHEAD:  # independent loads first: three parts are what even splits have
+        l0 = gl.load(at + q0 * STEP, cache_modifier=".cg")
+        two = (places(BM) >= 0) & (q1 - q0 > 1)
+        three = (places(BM) >= 0) & (q1 - q0 > 2)
+        l1 = gl.load(at + (q0 + 1) * STEP, mask=two, other=0.0, cache_modifier=".cg")
+        l2 = gl.load(at + (q0 + 2) * STEP, mask=three, other=0.0, cache_modifier=".cg")
+        v += l0
+        v += l1
+        v += l2
+        q0 += 3
+    for q in range(q0, q1):
+        v += gl.load(at + q * STEP, cache_modifier=".cg")
+    return v
+
+
+@gluon.jit
+def write(v, od, o, n, m, bias_ptr, alpha_ptr, N, BM: gl.constexpr, S: gl.constexpr):
+    """Finished columns of y [64 of N, BM rows of x], as `flat` has them, through o [BM, 64]."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    v = gl.permute(gl.reshape(v, [4, 8, 4, BM // 8, 2, 2]), [0, 4, 1, 3, 2, 5])
+    acc = gl.convert_layout(gl.reshape(v, [64, BM]), L, assert_trivial=True)
+    if S.alpha:
+        acc *= gl.load(alpha_ptr + (2 if S.folded else 0))
+    if S.bias:
+        rows = gl.arange(0, 64, gl.SliceLayout(1, L))
+        acc += gl.load(bias_ptr + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
+    tma.store_wait(0)
+    barrier()
+    o.permute([1, 0]).store(acc.to(gl.float16 if S.half else gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    async_store(od, [m, n], o)
+
+
+@gluon.jit
+def await_parts(flag, n):
+    """Until n parts are there; the flag is zero again."""
+    f = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
+    while f != n:
+        f = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
+    barrier()
+    gl.atomic_xchg(flag, 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def halve(v, BM: gl.constexpr):
+    """The halves of `flat`: the first and the other BM / 2 columns."""
+    L: gl.constexpr = gl.BlockedLayout([1, BM // 4], [32, 1], [4, 1], [1, 0])
+    v0, v1 = gl.split(gl.permute(gl.reshape(v, [128, 2, BM // 4]), [0, 2, 1]))
+    return gl.convert_layout(v0, L, assert_trivial=True), gl.convert_layout(v1, L, assert_trivial=True)
+
+
+@gluon.jit
+def cut(v, BM: gl.constexpr, SPLIT: gl.constexpr):
+    """The halves or quarters of `flat`."""
+    v0, v1 = halve(v, BM)
+    found = (v0, v1)
+    if SPLIT == 4:
+        a0, a1 = halve(v0, BM // 2)
+        b0, b1 = halve(v1, BM // 2)
+        found = (a0, a1, b0, b1)
+    return found
+
+
+@gluon.jit
+def finish(
+    c: gl.constexpr, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R,
+    S: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """Write a warpgroup's part of a tile, or keep it for the program that holds the tile's start, or add up what others kept.
+
+    acb: the sums of the second product, where there are two: further rows of W, or of x.
     """
-    NT: gl.constexpr = G.nb * G.mr
-    FLAGS: gl.constexpr = 2 if G.bm2 > 0 else 1
-    SIZE: gl.constexpr = 64 * (G.bm + G.bm2)
-    ws += part * (64 * G.bm)
-    j = tile - whole * P
+    TWO: gl.constexpr = G.mr == 2 or G.bm2 > 0
+    BM: gl.constexpr = G.bm
+    BM2: gl.constexpr = G.bm if G.mr == 2 else G.bm2
+    STEP: gl.constexpr = G.nb * G.mr * 64 * (G.bm + G.bm2)
+    AHEAD: gl.constexpr = BM <= 32 or (BM == 64 and G.registers > 200)
+    b0: gl.constexpr = c * G.mr
+    b1: gl.constexpr = b0 + G.mr - 1
+    flag = flags + ((tile - whole * P) * G.nb + c)
+    at = ws + b0 * (64 * (G.bm + G.bm2))
+    at2 = at + 64 * G.bm
+    n = (pn * (G.nb * G.mr) + b0) * 64
+    m = pm * (G.bm + G.bm2)
+    v = flat(acc, BM)
+    if TWO:
+        v2 = flat(acb, BM2)
     if k0 > 0:
-        gl.store(ws + (p * NT + b) * SIZE + poff, acc)
+        gl.store(at + p * STEP + places(BM), v)
+        if TWO:
+            gl.store(at2 + p * STEP + places(BM2), v2)
         barrier()
-        gl.atomic_add(flags + (j * NT + b) * FLAGS + part, 1, sem="release", scope="gpu")
+        gl.atomic_add(flag, 1, sem="release", scope="gpu")
     else:
         if k1 < KS:
-            others = ((j + 1) * KS * P + R - 1) // R - 1 - p
-            f = gl.atomic_add(flags + (j * NT + b) * FLAGS + part, 0, sem="acquire", scope="gpu")
-            while f != others:
-                f = gl.atomic_add(flags + (j * NT + b) * FLAGS + part, 0, sem="acquire", scope="gpu")
-            barrier()
-            gl.atomic_xchg(flags + (j * NT + b) * FLAGS + part, 0, sem="relaxed", scope="gpu")
-            if BM <= 32 or (BM == 64 and G.registers > 200):  # independent loads first: three parts are what even splits have
-                l0 = gl.load(ws + ((p + 1) * NT + b) * SIZE + poff, cache_modifier=".cg")
-                two = (poff >= 0) & (others > 1)
-                three = (poff >= 0) & (others > 2)
-                l1 = gl.load(ws + ((p + 2) * NT + b) * SIZE + poff, mask=two, other=0.0, cache_modifier=".cg")
-                l2 = gl.load(ws + ((p + 3) * NT + b) * SIZE + poff, mask=three, other=0.0, cache_modifier=".cg")
-                acc += l0
-                acc += l1
-                acc += l2
-                for q in range(p + 4, p + 1 + others):
-                    acc += gl.load(ws + (q * NT + b) * SIZE + poff, cache_modifier=".cg")
-            else:
-                for q in range(p + 1, p + 1 + others):
-                    acc += gl.load(ws + (q * NT + b) * SIZE + poff, cache_modifier=".cg")
-        n = (pn * NT + b) * 64
-        if S.alpha:
-            acc *= gl.load(alpha_ptr + (2 if S.folded else 0))
-        if S.bias:
-            acc += gl.load(bias_ptr + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
-        tma.store_wait(0)
+            end = ((tile - whole * P + 1) * KS * P + R - 1) // R
+            await_parts(flag, end - 1 - p)
+            v = collect(v, at, p + 1, end, STEP, BM, AHEAD)
+            if TWO:
+                v2 = collect(v2, at2, p + 1, end, STEP, BM2, AHEAD)
+        write(v, od, ob.index(b0), n, m, bias_ptr, alpha_ptr, N, BM, S)
+        if G.mr == 2:
+            write(v2, od, ob.index(b1), n + 64, m, bias_ptr, alpha_ptr, N, BM, S)
+        if G.bm2 > 0:
+            write(v2, oe, ob.index(b0).slice(0, BM2, dim=0), n, m + BM, bias_ptr, alpha_ptr, N, BM2, S)
+
+
+@gluon.jit
+def finish_shared(
+    c: gl.constexpr, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R,
+    S: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """The same where all cut tiles have as many programs: G.split of these add up and write as many parts of the rows of x."""
+    TWO: gl.constexpr = G.mr == 2 or G.bm2 > 0
+    SPLIT: gl.constexpr = G.split
+    BM: gl.constexpr = G.bm // SPLIT
+    BM2: gl.constexpr = (G.bm if G.mr == 2 else G.bm2) // SPLIT
+    STEP: gl.constexpr = G.nb * G.mr * 64 * (G.bm + G.bm2)
+    b0: gl.constexpr = c * G.mr
+    b1: gl.constexpr = b0 + G.mr - 1
+    flag = flags + ((tile - whole * P) * G.nb + c) * SPLIT
+    at = ws + b0 * (64 * (G.bm + G.bm2))
+    at2 = at + 64 * G.bm
+    n = (pn * (G.nb * G.mr) + b0) * 64
+    m = pm * (G.bm + G.bm2)
+    v = cut(flat(acc, G.bm), G.bm, SPLIT)
+    v2 = v
+    if TWO:
+        v2 = cut(flat(acb, BM2 * SPLIT), BM2 * SPLIT, SPLIT)
+    uncut = k1 - k0 == KS
+    programs = P * KS // R
+    first = p // programs * programs
+    mine = p - first  # part i belongs to program first + i * programs // SPLIT
+    if not uncut:
+        for i in gl.static_range(SPLIT):
+            if mine != i * programs // SPLIT:
+                gl.store(at + (p * STEP + i * (64 * BM)) + places(BM), v[i])
+                if TWO:
+                    gl.store(at2 + (p * STEP + i * (64 * BM2)) + places(BM2), v2[i])
         barrier()
-        o.permute([1, 0]).store(acc.to(gl.float16 if S.half else gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        async_store(od, [m, n], o)
+        for i in gl.static_range(SPLIT):
+            if mine != i * programs // SPLIT:
+                gl.atomic_add(flag + i, 1, sem="release", scope="gpu")
+    for i in gl.static_range(SPLIT):
+        if uncut | (mine == i * programs // SPLIT):
+            y = v[i]
+            y2 = v2[i]
+            if not uncut:
+                await_parts(flag + i, programs - 1)
+                y = collect(y, at + i * (64 * BM), first, p, STEP, BM, False)
+                y = collect(y, at + i * (64 * BM), p + 1, first + programs, STEP, BM, False)
+                if TWO:
+                    y2 = collect(y2, at2 + i * (64 * BM2), first, p, STEP, BM2, False)
+                    y2 = collect(y2, at2 + i * (64 * BM2), p + 1, first + programs, STEP, BM2, False)
+            write(y, od, ob.index(b0).slice(i * BM, BM, dim=0), n, m + i * BM, bias_ptr, alpha_ptr, N, BM, S)
+            if G.mr == 2:
+                write(y2, od, ob.index(b1).slice(i * BM, BM, dim=0), n + 64, m + i * BM, bias_ptr, alpha_ptr, N, BM, S)
+            if G.bm2 > 0:
+                o = ob.index(b0).slice(i * BM2, BM2, dim=0)
+                write(y2, oe, o, n, m + G.bm + i * BM2, bias_ptr, alpha_ptr, N, BM2, S)
 
 
 @gluon.jit
@@ -292,10 +430,15 @@ def delay(CYCLES: gl.constexpr):
 
 
 @gluon.jit
-def border(n):
-    """A place that the compiler moves no instruction across: the end of a loop that never runs a second time."""
-    ASM: gl.constexpr = "{ .reg .pred p; setp.lt.s32 p,$1,0; again: @p st.shared.b32 [$1],$1; @p bra again; mov.b32 $0,$1; }"
-    gl.inline_asm_elementwise(ASM, "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+def turn(c: gl.constexpr, n, BORDER: gl.constexpr):
+    """Wait until it is the turn of warpgroup c to multiply; n: any number that is not negative."""
+    gl.inline_asm_elementwise(AWAIT[c] if BORDER else WAIT[c], "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def give_turn(c: gl.constexpr, n):
+    """Say that it is the turn of warpgroup c."""
+    gl.inline_asm_elementwise(SAY[c], "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -303,163 +446,119 @@ def consumer(
     c: gl.constexpr, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R,
     S: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: its mr blocks of 64 rows."""
+    """One warpgroup: its mr blocks of 64 rows.
+
+    A fragment is decoded while the product before it runs. ptxas moves the wait for that product before the decoding where
+    both are in one iteration of the loop and the fragment is carried into the next; so each product's own fragment is
+    decoded before it in the same iteration, and what waits is the one after the next.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, G.bm, 16])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     BM: gl.constexpr = G.bm
     BM2: gl.constexpr = G.bm2 if G.bm2 > 0 else 32
     mma2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM2, 16])
     A2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma2, k_width=2)
+    TWO: gl.constexpr = G.mr == 2 or G.bm2 > 0
+    H: gl.constexpr = G.h
+    SAME: gl.constexpr = S.fine == 1 and S.per % G.h == 0  # the blocks of a stage share their scales
     b0: gl.constexpr = c * G.mr
     b1: gl.constexpr = c * G.mr + G.mr - 1
     p = gl.program_id(0)
     u0, u1, parts = share(p, P, R, KS)
     total = whole * KS + (u1 - u0)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, mma))
-    cols = gl.arange(0, G.bm, gl.SliceLayout(0, mma))
-    poff = ((cols // 8) * 512 + cols % 8)[None, :] + (rows * 8)[:, None]
-    rows2 = gl.arange(0, 64, gl.SliceLayout(1, mma2))
-    cols2 = gl.arange(0, BM2, gl.SliceLayout(0, mma2))
-    poff2 = ((cols2 // 8) * 512 + cols2 % 8)[None, :] + (rows2 * 8)[:, None]
     f = (0, 0)
     if S.folded:
         f = factors(alpha_ptr, S)
     it = 0
     st = 0
     ph = 0
-    if G.sb < 6:
-        mbarrier.wait(full.index(0), 0)
-        X = weights(wb, 0, b0, entries(sb, zb, 0, b0, f, S), A, S)
-        if G.mr == 2:
-            Y = weights(wb, 0, b1, entries(sb, zb, 0, b1, f, S), A, S)
+    if G.turns:
+        if c == G.nb - 1:
+            give_turn(0, N)
     if c * G.stagger > 0:
         delay(c * G.stagger)
-    barrier()
     for s in range(whole + parts):
         tile, k0, k1, pn, pm = segment(s, p, P, whole, u0, u1, KS, TM, TN, G.gn)
         acc = gl.zeros([64, BM], gl.float32, mma)
+        tok = warpgroup_mma_init(acc)
         if G.mr == 2:
             acb = gl.zeros([64, BM], gl.float32, mma)
         if G.bm2 > 0:
             acb = gl.zeros([64, BM2], gl.float32, mma2)
-        if G.sb >= 6:
-            OUT: gl.constexpr = 2 if G.bm2 > 0 else 1
-            H: gl.constexpr = G.h
-            SAME: gl.constexpr = S.fine == 1 and S.per % G.h == 0  # a stage's blocks share their scales
-            old = st
-            tok = warpgroup_mma_init(acc)
-            if G.mr == 2 or G.bm2 > 0:
-                tob = warpgroup_mma_init(acb)
-            for k in range(k0, k1):
-                mbarrier.wait(full.index(st), ph)
+        if TWO:
+            tob = warpgroup_mma_init(acb)
+        before = st
+        for k in range(k0, k1):
+            it += 1
+            mbarrier.wait(full.index(st), ph)
+            if G.turns:
+                e = entries(sb, zb, st * H, b0, f, S)
+                X = weights(wb, st * H, b0, e, A, S)
+                if H == 2:
+                    if not SAME:
+                        e = entries(sb, zb, st * H + 1, b0, f, S)
+                    Z = weights(wb, st * H + 1, b0, e, A, S)
+                turn(c, N, G.turns == 2)
+                tok = warpgroup_mma(X, xb.index(st * H).permute([1, 0]), tok, is_async=True)
+                if G.bm2 > 0:
+                    same = gl.convert_layout(X, A2, assert_trivial=True)
+                    tob = warpgroup_mma(same, xc.index(st * H).permute([1, 0]), tob, is_async=True)
+                if G.turns == 3 and (c < G.nb - 1 or it < total):
+                    give_turn((c + 1) % G.nb, N)
+                if H == 2:
+                    tok = warpgroup_mma(Z, xb.index(st * 2 + 1).permute([1, 0]), tok, is_async=True)
+                    if G.bm2 > 0:
+                        same = gl.convert_layout(Z, A2, assert_trivial=True)
+                        tob = warpgroup_mma(same, xc.index(st * 2 + 1).permute([1, 0]), tob, is_async=True)
+                if G.turns < 3 and (c < G.nb - 1 or it < total):
+                    give_turn((c + 1) % G.nb, N)
+            else:
                 for h in gl.static_range(H):
                     if h == 0 or not SAME:
                         e = entries(sb, zb, st * H + h, b0, f, S)
-                    V = weights(wb, st * H + h, b0, e, A, S)
-                    tok = warpgroup_mma(V, xb.index(st * H + h).permute([1, 0]), tok, is_async=True)
+                    X = weights(wb, st * H + h, b0, e, A, S)
+                    tok = warpgroup_mma(X, xb.index(st * H + h).permute([1, 0]), tok, is_async=True)
                     if G.bm2 > 0:
-                        same = gl.convert_layout(V, A2, assert_trivial=True)
+                        same = gl.convert_layout(X, A2, assert_trivial=True)
                         tob = warpgroup_mma(same, xc.index(st * H + h).permute([1, 0]), tob, is_async=True)
-                    if G.sb == 6 or (h > 0 and h + 1 < H):
-                        _v = warpgroup_mma_wait(OUT, deps=[V])
-                    if h == 0 and G.sb == 6:
-                        mbarrier.arrive(empty.index(old), count=1, pred=k > k0)
+                    if G.ahead or (h > 0 and (h + 1 < H or G.mr == 2)):
+                        _x = warpgroup_mma_wait(2 if G.bm2 > 0 else 1, deps=[X])
+                    if G.ahead and h == 0:
+                        mbarrier.arrive(empty.index(before), count=1, pred=k > k0)
                     if G.mr == 2:
                         if h == 0 or not SAME:
                             e1 = entries(sb, zb, st * H + h, b1, f, S)
-                        W = weights(wb, st * H + h, b1, e1, A, S)
-                        tob = warpgroup_mma(W, xb.index(st * H + h).permute([1, 0]), tob, is_async=True)
-                        _w = warpgroup_mma_wait(1, deps=[W])
-                if G.sb == 7:
-                    if G.mr == 2 or G.bm2 > 0:
-                        acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
-                        tob = warpgroup_mma_init(acb)
-                    else:
-                        acc = warpgroup_mma_wait(0, deps=[tok])
-                    tok = warpgroup_mma_init(acc)
-                    mbarrier.arrive(empty.index(st), count=1)
-                old = st
-                last = st + 1 == G.stages
-                st = gl.where(last, 0, st + 1)
-                ph = gl.where(last, ph ^ 1, ph)
-            if G.sb == 6:
-                if G.mr == 2 or G.bm2 > 0:
+                        Y = weights(wb, st * H + h, b1, e1, A, S)
+                        tob = warpgroup_mma(Y, xb.index(st * H + h).permute([1, 0]), tob, is_async=True)
+                        if G.ahead or h + 1 < H:
+                            _y = warpgroup_mma_wait(1, deps=[Y])
+            if not G.ahead:
+                if TWO:
                     acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
+                    tob = warpgroup_mma_init(acb)
                 else:
                     acc = warpgroup_mma_wait(0, deps=[tok])
-                mbarrier.arrive(empty.index(old), count=1)
-            elif G.mr == 2 or G.bm2 > 0:
-                acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
-            else:
-                acc = warpgroup_mma_wait(0, deps=[tok])
-        else:
-            for _k in range(k0, k1):
-                last = st + 1 == G.stages
-                sn = gl.where(last, 0, st + 1)
-                now = ph
-                ph = gl.where(last, ph ^ 1, ph)
-                it += 1
-                X1 = X
-                tok = warpgroup_mma(X, xb.index(st * G.h).permute([1, 0]), acc, is_async=True)
-                if G.mr == 2:
-                    Y1 = Y
-                    tob = warpgroup_mma(Y, xb.index(st * G.h).permute([1, 0]), acb, is_async=True)
-                if G.bm2 > 0:
-                    same = gl.convert_layout(X, A2, assert_trivial=True)
-                    tob = warpgroup_mma(same, xc.index(st * G.h).permute([1, 0]), acb, is_async=True)
-                if G.sb == 3 or G.sb == 5:
-                    border(N)
-                if G.h == 2:
-                    if G.sb == 1:  # passed already: a border, so that ptxas does not move the decoding behind the product
-                        mbarrier.wait(full.index(st), now)
-                    X1 = weights(wb, st * 2 + 1, b0, entries(sb, zb, st * 2 + 1, b0, f, S), A, S)
-                    if G.mr == 2:
-                        Y1 = weights(wb, st * 2 + 1, b1, entries(sb, zb, st * 2 + 1, b1, f, S), A, S)
-                    if G.sb == 2 or G.sb == 3:
-                        border(N)
-                    if G.mr == 2:
-                        acc, acb, _x, _y, X1, Y1 = warpgroup_mma_wait(0, deps=[tok, tob, X, Y, X1, Y1])
-                        tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
-                        tob = warpgroup_mma(Y1, xb.index(st * 2 + 1).permute([1, 0]), acb, is_async=True)
-                    elif G.bm2 > 0:
-                        acc, acb, _x, X1 = warpgroup_mma_wait(0, deps=[tok, tob, X, X1])
-                        tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
-                        same = gl.convert_layout(X1, A2, assert_trivial=True)
-                        tob = warpgroup_mma(same, xc.index(st * 2 + 1).permute([1, 0]), acb, is_async=True)
-                    else:
-                        acc, _x, X1 = warpgroup_mma_wait(0, deps=[tok, X, X1])
-                        tok = warpgroup_mma(X1, xb.index(st * 2 + 1).permute([1, 0]), acc, is_async=True)
-                mbarrier.wait(full.index(sn), ph, pred=it < total)
-                X2 = weights(wb, sn * G.h, b0, entries(sb, zb, sn * G.h, b0, f, S), A, S)
-                if G.mr == 2:
-                    Y2 = weights(wb, sn * G.h, b1, entries(sb, zb, sn * G.h, b1, f, S), A, S)
-                if G.sb == 2 or G.sb == 3:
-                    border(N)
-                if G.mr == 2:
-                    acc, acb, _x, _y, X, Y = warpgroup_mma_wait(0, deps=[tok, tob, X1, Y1, X2, Y2])
-                elif G.bm2 > 0:
-                    acc, acb, _x, X = warpgroup_mma_wait(0, deps=[tok, tob, X1, X2])
-                else:
-                    acc, _x, X = warpgroup_mma_wait(0, deps=[tok, X1, X2])
+                tok = warpgroup_mma_init(acc)
                 mbarrier.arrive(empty.index(st), count=1)
-                st = sn
+            before = st
+            last = st + 1 == G.stages
+            st = gl.where(last, 0, st + 1)
+            ph = gl.where(last, ph ^ 1, ph)
+        if TWO:
+            acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[tok])
+            acb = acc
+        if G.ahead:
+            mbarrier.arrive(empty.index(before), count=1)
         if G.pdl and s == 0:
             gdc_wait()
-        m = pm * (G.bm + G.bm2)
-        finish(
-            acc, b0, 0, BM, od, ob.index(b0), ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, m, p, N, KS, P, whole, R, poff,
-            rows, S, G,
-        )  # fmt: skip
-        if G.mr == 2:
-            finish(
-                acb, b1, 0, BM, od, ob.index(b1), ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, m, p, N, KS, P, whole, R,
-                poff, rows, S, G,
+        if G.split:
+            finish_shared(
+                c, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R, S, G
             )  # fmt: skip
-        if G.bm2 > 0:
-            finish(
-                acb, b0, 1, BM2, oe, ob.index(b0).slice(0, BM2, dim=0), ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn,
-                m + G.bm, p, N, KS, P, whole, R, poff2, rows2, S, G,
-            )  # fmt: skip
+        else:
+            finish(c, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R, S, G)
     tma.store_wait(0)
 
 
