@@ -167,7 +167,7 @@ def test_float_codes_decode_by_shift_and_mask(scalar, fields, factor, dtype):
 @pytest.mark.parametrize("at, bits", [(0, 4), (4, 4), (0, 8)])
 @pytest.mark.parametrize("top", [2.0**-9, 0.7, 1.0, 300.0])
 def test_integers_are_scaled_as_bits_of_bfloat16(at, bits, top):
-    """One multiplication and addition, rounded once, gives the bfloat16 nearest to (code - middle) * scale, times 2**(F - 133)."""
+    """One instruction, rounded once, gives the bfloat16 nearest to (code - middle) * scale, times 2**(F - 133)."""
     codes, middle = torch.arange(1 << bits), 1 << (bits - 1)
     scale = (torch.rand(500, 1).clamp(2.0**-10) * top).bfloat16()
     plain, power, alpha = _folded(scale, torch.ones(1), 133).tolist()

@@ -297,7 +297,9 @@ class _WidePlan:
             split = 4 if p * stages // rest % 4 == 0 else 2
         self.kept = (t.bm // max(split, 1), t.bm2 // max(split, 1))  # rows of x that are written at a time
         first, registers, left = t.registers
-        geometry = Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.ahead, t.bm2, registers, left, t.stagger, t.turns, split)
+        geometry = Geometry(
+            t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.ahead, t.bm2, registers, left, t.stagger, t.turns, split
+        )
         self.constants = (code_of(scheme, bias), geometry)
         self.options = {"num_warps": 4, "launch_pdl": t.pdl, **({"maxnreg": first} if first else {})}
         self.boxes = (nt * 4, 128 * scheme.width // 4, (16 if scheme.wide else 8) * scheme.fine, 8 * scheme.fine)

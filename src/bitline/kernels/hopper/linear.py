@@ -55,7 +55,7 @@ class GluonHopperLinearKernel(Kernel):
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """words (`layout`); scale and zero [tiles, groups, 8, 2]; alpha [1], or [3] of `_folded`; perm int32 [K]. Absent ones are empty."""
+        """words (`layout`); scale and zero [tiles, groups, 8, 2]; alpha [1], or [3] (`_folded`); perm int32 [K]. None: empty."""
         spec, scheme = weight.spec, _scheme(weight.spec)
         if weight.device.type == "cuda":
             prepare()

@@ -225,6 +225,43 @@ def unit(name: str, half: bool) -> int:
     return 0 if half else {"u4": 133, "u8": 133, "z4": 133, "z8": 133, "e2m1": 126, "e4m3": 120}.get(name, 0)
 
 
+def _subnormal(f: Format, words: list[str], zeros: list[str], at: int) -> str:
+    """Set a0 … a3: integers as bits of bfloat16, those of rows g + 8 four bits higher if they have four; see `fragment`."""
+    s = "{ .reg .b32 a0,a1,a2,a3,t,z0,z1; mov.b32 t,0;"
+    if f.zero:
+        s += f"prmt.b32 z0,{zeros[0]},t,0x4040; prmt.b32 z1,{zeros[0]},t,0x4141;"
+        s += "shl.b32 z1,z1,4;" if f.width == 4 else ""
+    if f.width == 4:
+        s += f"shr.u32 t,{words[0]},8;"
+        for h, word in enumerate((words[0], "t")):
+            s += f"and.b32 a{2 * h},{word},0x000f000f; and.b32 a{2 * h + 1},{word},0x00f000f0;"
+    else:
+        for h, word in enumerate(words):
+            s += f"and.b32 a{2 * h},{word},0x00ff00ff; prmt.b32 a{2 * h + 1},{word},t,0x4341;"
+    for i in range(4):
+        scale = f"${at + i % 2}"
+        if f.zero:
+            s += f"sub.bf16x2 a{i},a{i},z{i % 2}; mul.rn.bf16x2 a{i},a{i},{scale};"
+        else:
+            s += f"fma.rn.bf16x2 a{i},a{i},{scale},${at + 2 + i % 2};"
+    return s
+
+
+def _in_place(f: Format, words: list[str], zeros: list[str], at: int) -> str:
+    """Set a0 … a3: 4-bit integers as float16, 1024 + code, and for rows g + 8, where they lie, 1024 + 16 * code over 16."""
+    s = "{ .reg .b32 a0,a1,a2,a3,t,magic,n0,n1,m0,m1; mov.b32 magic,0x64006400; mov.b32 n0,0x3C003C00; mov.b32 n1,0x2C002C00;"
+    if f.zero:  # -(1024 + zero) and -(64 + zero)
+        s += f"mov.b32 t,0xE4; prmt.b32 m0,{zeros[0]},t,0x4040; mov.b32 t,0; prmt.b32 m1,{zeros[0]},t,0x4141;"
+        s += "shl.b32 m1,m1,4; add.u32 m1,m1,0xD400D400;"
+    else:
+        s += "mov.b32 m0,0xE408E408; mov.b32 m1,0xD480D480;"
+    s += f"shr.u32 t,{words[0]},8;"
+    for i in range(4):
+        s += f"lop3.b32 a{i},{(words[0], 't')[i // 2]},{0x000F000F << 4 * (i % 2):#x},magic,0xea;"
+        s += f"fma.rn.f16x2 a{i},a{i},n{i % 2},m{i % 2}; mul.rn.f16x2 a{i},a{i},${at + i % 2};"
+    return s
+
+
 def fragment(name: str, half: bool) -> tuple[str, str]:
     """(assembly, constraints) of one step's fragment: words, zero word where the format has one, scale pairs -> 8 numbers.
 
@@ -232,46 +269,23 @@ def fragment(name: str, half: bool) -> tuple[str, str]:
     comes what is to be added for the middle of the codes (`scaled`): one instruction subtracts and scales.
     """
     f = Format(name + "s" if unit(name, half) and name.startswith("e") else name, half)
-    planes = f.planes
-    words = [f"${8 + i}" for i in range(planes)]
-    at = 8 + planes
+    words = [f"${8 + i}" for i in range(f.planes)]
+    at = 8 + f.planes
     zeros = [f"${at}"] if f.zero else []
     at += f.zero
-    middle = name in ("u4", "u8") and not half
     if unit(name, half) == 133:
-        s = "{ .reg .b32 a0,a1,a2,a3,t,z0,z1; mov.b32 t,0;"
-        if f.zero:
-            s += f"prmt.b32 z0,{zeros[0]},t,0x4040; prmt.b32 z1,{zeros[0]},t,0x4141;" + ("shl.b32 z1,z1,4;" if planes == 1 else "")
-        if planes == 1:
-            s += f"shr.u32 t,{words[0]},8;"
-            s += "".join(f"and.b32 a{i},{(words[0], 't')[i // 2]},{(0x000F000F, 0x00F000F0)[i % 2]:#x};" for i in range(4))
-        else:
-            s += "".join(f"and.b32 a{2 * h},{words[h]},0x00ff00ff; prmt.b32 a{2 * h + 1},{words[h]},t,0x4341;" for h in range(2))
-        for i in range(4):
-            if f.zero:
-                s += f"sub.bf16x2 a{i},a{i},z{i % 2}; mul.rn.bf16x2 a{i},a{i},${at + i % 2};"
-            else:
-                s += f"fma.rn.bf16x2 a{i},a{i},${at + i % 2},${at + 2 + i % 2};"
-    elif f.width == 4 and half and not name.startswith("e"):  # row g + 8 where it lies: 1024 + 16 * code, and 1/16 of it
-        s = "{ .reg .b32 a0,a1,a2,a3,t,magic,one,part,minus,minus1; mov.b32 magic,0x64006400; mov.b32 one,0x3C003C00;"
-        s += "mov.b32 part,0x2C002C00;"
-        if f.zero:  # -(1024 + zero) and -(64 + zero)
-            s += f"mov.b32 t,0xE4; prmt.b32 minus,{zeros[0]},t,0x4040; mov.b32 t,0; prmt.b32 minus1,{zeros[0]},t,0x4141;"
-            s += "shl.b32 minus1,minus1,4; add.u32 minus1,minus1,0xD400D400;"
-        else:
-            s += "mov.b32 minus,0xE408E408; mov.b32 minus1,0xD480D480;"
-        s += f"shr.u32 t,{words[0]},8;"
-        for i in range(4):
-            word, mask, factor, minus = (words[0], "t")[i // 2], (0x000F000F, 0x00F000F0)[i % 2], ("one", "part")[i % 2], ("", "1")[i % 2]
-            s += f"lop3.b32 a{i},{word},{mask:#x},magic,0xea; fma.rn.f16x2 a{i},a{i},{factor},minus{minus};"
-            s += f"mul.rn.f16x2 a{i},a{i},${at + i % 2};"
+        s = _subnormal(f, words, zeros, at)
+    elif half and name in ("u4", "z4"):
+        s = _in_place(f, words, zeros, at)
     else:
         s = f"{{ .reg .b32 {f.registers}; {f.constants(*zeros)}"
         for i in range(4):
-            s += f.field(f"a{i}", words[(i // 2) * (planes - 1)], i % 2, i // 2) + f"mul.rn.{f.type} a{i},a{i},${at + i % 2};"
+            word = words[(i // 2) * (f.planes - 1)]
+            s += f.field(f"a{i}", word, i % 2, i // 2) + f"mul.rn.{f.type} a{i},a{i},${at + i % 2};"
     for i in range(4):
         s += f"mov.b32 {{${2 * i},${2 * i + 1}}},a{i};"
-    return s + "}", ",".join(["=h"] * 8 + ["r"] * (planes + f.zero + (4 if middle else 2)))
+    pairs = 4 if name in ("u4", "u8") and not half else 2
+    return s + "}", ",".join(["=h"] * 8 + ["r"] * (f.planes + f.zero + pairs))
 
 
 def scaled(name: str, wide: bool) -> tuple[str, str]:

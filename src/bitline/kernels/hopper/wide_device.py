@@ -18,7 +18,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from bitline.kernels.hopper.decode_device import barrier
@@ -200,7 +207,7 @@ def factors(alpha_ptr, S: gl.constexpr):
 
 @gluon.jit
 def entries(sb, zb, i, b: gl.constexpr, f, S: gl.constexpr):
-    """Zero points, scale pairs and what `scale_pairs` gives beside them, of buffer i and row block b, as a fragment takes them."""
+    """Zero points, scale pairs and what `scale_pairs` gives beside them: buffer i, row block b, as a fragment takes them."""
     LW: gl.constexpr = gl.BlockedLayout([1, 4, 1, 1], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
     found = scale_pairs(sb.index(i), b, f, S)
     pairs = (spread(found[0], S.fine, LW), spread(found[1], S.fine, LW))
@@ -472,9 +479,8 @@ def consumer(
     it = 0
     st = 0
     ph = 0
-    if G.turns:
-        if c == G.nb - 1:
-            give_turn(0, N)
+    if G.turns and c == G.nb - 1:
+        give_turn(0, N)
     if c * G.stagger > 0:
         delay(c * G.stagger)
     for s in range(whole + parts):
