@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 
 # Instructions of the inner loop for each weight of a thread, at most: what the kernels had when they were measured.
 FEW_ROWS = {"g128": 2.8, "odd g128": 3.1, "odd bias g128": 3.1, "int8": 2.9, "uint8 zero": 3.5, "FP8": 2.7}
-MANY_ROWS = {"g128": 4.4, "uint8 zero": 5.5}
+MANY_ROWS = {"g128": 3.1, "int8": 2.5, "uint8 zero": 3.1, "FP8": 3.2}
 
 
 def bound(label, m):
-    table, most = (FEW_ROWS, 3.3) if m <= 16 else (MANY_ROWS, 4.6)
+    table, most = (FEW_ROWS, 3.3) if m <= 16 else (MANY_ROWS, 3.5)
     return max((v for name, v in table.items() if label.endswith(name)), default=most)
 
 
