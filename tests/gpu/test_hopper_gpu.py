@@ -50,7 +50,9 @@ def test_conformance(spec):
     check_kernel(GluonHopperLinearKernel, [spec], device="cuda")
 
 
-@pytest.mark.parametrize("shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}")
+@pytest.mark.parametrize(
+    "shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}"
+)
 def test_every_tile_whole_and_cut(shape):
     for spec in (BASE.replace(n=1024, k=2048, bias=True), BASE.replace(weight=types.uint4, zero="int", block=(1, 64))):
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
@@ -125,7 +127,9 @@ def test_cut_tiles_on_two_streams_and_in_two_graphs():
         assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
 
 
-@pytest.mark.parametrize("shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}")
+@pytest.mark.parametrize(
+    "shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}"
+)
 def test_each_cut_tile_on_two_streams_and_in_two_graphs(shape):
     spec = BASE.replace(n=1024, k=2048)
     weight = packed(random_weight(spec, 1, "cuda"))

@@ -78,7 +78,7 @@ class Geometry(NamedTuple):
     registers: int
     left: int
     stagger: int
-    turns: int
+    turns: bool
     split: int
 
 

@@ -62,7 +62,7 @@ class Wide(NamedTuple):
     bm2: int = 0
     each: int = 1
     stagger: int = 0
-    turns: int = 0
+    turns: bool = False
     halves: bool = False
 
     @property
@@ -135,13 +135,16 @@ def decode_tile(m: int, tiles: int, blocks: int, scheme: Scheme, bias: bool, eve
 
 
 class _Cost(NamedTuple):
-    """Microseconds: of a launch, of 64 columns of a tile, of writing a tile, of a cut tile, of each further program in one."""
+    """Microseconds: of a launch, of 64 columns of a tile, of writing a tile, of a cut tile, of each program in one; the last
+    two where several of these add it up (`Wide.halves`)."""
 
     fixed: float
     block: float
     tile: float
     cut: float
     part: float
+    even: float = 0.0
+    even_part: float = 0.0
 
 
 # Least squares over 905 timings of ten layers at 24 to 4096 rows; within 1 to 6 % of them in the median, and the cheapest by
@@ -156,12 +159,16 @@ _COSTS = {
     Wide(64, 2, 4, 2, 0, 8, True, True): _Cost(2.150, 0.494, 0.0, 3.920, 0.949),
     Wide(64, 2, 3, 1, 0, 8, True, False, bm2=32): _Cost(1.619, 0.350, 0.0, 2.566, 0.525),
     Wide(64, 2, 4, 1, 0, 8, True, False, 4, 32): _Cost(5.666, 0.549, 0.0, 6.213, 1.284),
-    Wide(128, 2, 4, 1, 0, 8, True, False, stagger=300): _Cost(0.724, 0.392, 0.0, 4.724, 0.373),
     Wide(128, 1, 4, 2, 0, 8, True, False, stagger=600): _Cost(2.334, 0.730, 0.0, 7.454, 1.838),
-    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=32, turns=1): _Cost(0.506, 0.456, 0.0, 5.195, 0.842),
-    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=64, turns=1): _Cost(1.262, 0.518, 0.0, 6.286, 1.373),
-    Wide(256, 1, 4, 1, 0, 32, True, False, turns=1, halves=True): _Cost(0.814, 0.660, 0.0, 7.267, 1.270),
-    Wide(256, 1, 3, 1, 0, 8, True, False, bm2=64, turns=1): _Cost(3.064, 0.800, 0.0, 8.090, 2.357),
+    Wide(128, 2, 4, 1, 0, 8, True, False, turns=True, halves=True): _Cost(1.466, 0.352, 0.0, 2.445, 0.994, 1.969, 0.987),
+    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=32, turns=True, halves=True): _Cost(
+        2.305, 0.401, 1.382, 2.890, 0.865, 1.963, 0.835
+    ),
+    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=64, turns=True, halves=True): _Cost(
+        0.381, 0.497, 0.061, 4.346, 1.065, 2.813, 0.819
+    ),
+    Wide(256, 1, 4, 1, 0, 32, True, False, turns=True, halves=True): _Cost(2.331, 0.633, 0.315, 5.410, 0.693, 2.627, 0.732),
+    Wide(256, 1, 3, 1, 0, 8, True, False, bm2=64, turns=True, halves=True): _Cost(3.587, 0.785, 0.0, 5.381, 0.849, 2.469, 0.666),
 }
 
 
@@ -194,7 +201,10 @@ def _cost(tile: Wide, cost: _Cost, m: int, n: int, k: int) -> float:
     total = math.ceil(m / (tile.bm + tile.bm2)) * math.ceil(n / (64 * tile.nb * tile.mr))
     p, whole, rest = shares(total, stages, tile.p)
     blocks = (whole * stages + math.ceil(rest / p)) * tile.h
-    return cost.fixed + cost.block * blocks + cost.tile * whole + (cost.cut + cost.part * stages * p / rest if rest else 0.0)
+    us = cost.fixed + cost.block * blocks + cost.tile * whole
+    if rest and tile.halves and p * stages % rest == 0:
+        return us + cost.even + cost.even_part * stages * p / rest
+    return us + (cost.cut + cost.part * stages * p / rest if rest else 0.0)
 
 
 @functools.lru_cache(maxsize=65536)

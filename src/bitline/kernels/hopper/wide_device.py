@@ -28,8 +28,8 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
-# The loop, which never runs twice, is a border that the compiler moves no decoding across.
-AWAIT = gl.constexpr(
+# Barriers of two warpgroups; Triton takes the first few for its own
+WAIT = gl.constexpr(
     tuple(f"{{.reg .pred p; setp.lt.s32 p,$1,0; again: bar.sync {8 + i},256; @p bra again; mov.b32 $0,$1;}}" for i in range(4))
 )
 WAIT = gl.constexpr(tuple(f"bar.sync {8 + i},256; // $0 $1" for i in range(4)))
@@ -398,9 +398,9 @@ def delay(CYCLES: gl.constexpr):
 
 
 @gluon.jit
-def turn(c: gl.constexpr, n, BORDER: gl.constexpr):
-    """Wait until it is the turn of warpgroup c to multiply; n: any number that is not negative."""
-    gl.inline_asm_elementwise(AWAIT[c] if BORDER else WAIT[c], "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+def await_turn(c: gl.constexpr, n):
+    """Wait until it is the turn of warpgroup c to multiply; n: any number."""
+    gl.inline_asm_elementwise(WAIT[c], "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -453,19 +453,17 @@ def consumer(
                 X = weights(wb, sb, zb, st * G.h, b0, A, S)
                 if G.h == 2:
                     Z = weights(wb, sb, zb, st * 2 + 1, b0, A, S)
-                turn(c, N, G.turns == 2)
+                await_turn(c, N)
                 tok = warpgroup_mma(X, xb.index(st * G.h).permute([1, 0]), acc, is_async=True)
                 if G.bm2 > 0:
                     same = gl.convert_layout(X, A2, assert_trivial=True)
                     tob = warpgroup_mma(same, xc.index(st * G.h).permute([1, 0]), acb, is_async=True)
-                if G.turns == 3 and (c < G.nb - 1 or it < total):
-                    give_turn((c + 1) % G.nb, N)
                 if G.h == 2:
                     tok = warpgroup_mma(Z, xb.index(st * 2 + 1).permute([1, 0]), tok, is_async=True)
                     if G.bm2 > 0:
                         same = gl.convert_layout(Z, A2, assert_trivial=True)
                         tob = warpgroup_mma(same, xc.index(st * 2 + 1).permute([1, 0]), tob, is_async=True)
-                if G.turns < 3 and (c < G.nb - 1 or it < total):
+                if c < G.nb - 1 or it < total:
                     give_turn((c + 1) % G.nb, N)
                 if G.h == 1:
                     Z = X
