@@ -66,6 +66,19 @@ def test_every_tile_whole_and_cut(shape):
                     judge(plan(x, packed(weight), bias), x, weight)
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key)
+def test_every_scheme_in_tiles_whose_warpgroups_take_turns(spec):
+    weight = random_weight(spec, 3, "cuda")
+    bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
+    x = inputs(300, spec, 1, "cuda")
+    for shape in (t for t in tiles._COSTS if t.turns):
+        plan = launch._WidePlan(spec, scheme_of(spec), 300, bias is not None, 132, shape._replace(p=3, stagger=0))
+        words = packed(weight)
+        at = x.index_select(1, words[4]) if words[4].numel() else x
+        at = torch.nn.functional.pad(at, (0, -spec.k % 64)) if spec.k % 8 else at
+        check(plan(at, words, bias), x, weight)
+
+
 FEW = {
     (few, tile)
     for few in (True, False)
