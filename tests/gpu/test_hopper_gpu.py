@@ -50,7 +50,9 @@ def test_conformance(spec):
     check_kernel(GluonHopperLinearKernel, [spec], device="cuda")
 
 
-@pytest.mark.parametrize("shape", list(tiles._COSTS), ids=str)
+@pytest.mark.parametrize(
+    "shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}"
+)
 def test_every_tile_whole_and_cut(shape):
     for spec in (BASE.replace(n=1024, k=2048, bias=True), BASE.replace(weight=types.uint4, zero="int", block=(1, 64))):
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
@@ -62,6 +64,19 @@ def test_every_tile_whole_and_cut(shape):
                     tile = shape._replace(p=programs)
                     plan = launch._WidePlan(spec, scheme_of(spec), m, bias is not None, 132, tile)
                     judge(plan(x, packed(weight), bias), x, weight)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key)
+def test_every_scheme_in_tiles_whose_warpgroups_take_turns(spec):
+    weight = random_weight(spec, 3, "cuda")
+    bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
+    x = inputs(300, spec, 1, "cuda")
+    for shape in (t for t in tiles._COSTS if t.turns):
+        plan = launch._WidePlan(spec, scheme_of(spec), 300, bias is not None, 132, shape._replace(p=3))
+        words = packed(weight)
+        at = x.index_select(1, words[4]) if words[4].numel() else x
+        at = torch.nn.functional.pad(at, (0, -spec.k % 64)) if spec.k % 8 else at
+        check(plan(at, words, bias), x, weight)
 
 
 FEW = {
@@ -125,7 +140,9 @@ def test_cut_tiles_on_two_streams_and_in_two_graphs():
         assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
 
 
-@pytest.mark.parametrize("shape", list(tiles._COSTS), ids=str)
+@pytest.mark.parametrize(
+    "shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}"
+)
 def test_each_cut_tile_on_two_streams_and_in_two_graphs(shape):
     spec = BASE.replace(n=1024, k=2048)
     weight = packed(random_weight(spec, 1, "cuda"))

@@ -74,12 +74,10 @@ class Geometry(NamedTuple):
     mr: int
     gn: int
     pdl: bool
-    ahead: bool
     bm2: int
     registers: int
     left: int
-    stagger: int
-    turns: int
+    turns: bool
     split: int
 
 
@@ -282,7 +280,7 @@ class _WidePlan:
     """A launch for one number of rows above 16."""
 
     def __init__(self, spec: LinearSpec, scheme: Scheme, m: int, bias: bool, sms: int, tile: Wide | None = None) -> None:
-        t = (tile or wide_tile(m, spec.n, spec.k, sms, scheme.usual)).fitted(scheme)
+        t = (tile or wide_tile(m, spec.n, spec.k, sms)).fitted(scheme)
         self.spec, self.scheme, self.tile = spec, scheme, t
         nt = t.nb * t.mr
         stages = -(-layout.padded(spec.n, spec.k)[1] // (64 * t.h))
@@ -297,9 +295,7 @@ class _WidePlan:
             split = 4 if p * stages // rest % 4 == 0 else 2
         self.kept = (t.bm // max(split, 1), t.bm2 // max(split, 1))  # rows of x that are written at a time
         first, registers, left = t.registers
-        geometry = Geometry(
-            t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.ahead, t.bm2, registers, left, t.stagger, t.turns, split
-        )
+        geometry = Geometry(t.bm, t.h, t.stages, t.nb, t.mr, t.gn, t.pdl, t.bm2, registers, left, t.turns, split)
         self.constants = (code_of(scheme, bias), geometry)
         self.options = {"num_warps": 4, "launch_pdl": t.pdl, **({"maxnreg": first} if first else {})}
         self.boxes = (nt * 4, 128 * scheme.width // 4, (16 if scheme.wide else 8) * scheme.fine, 8 * scheme.fine)

@@ -43,11 +43,8 @@ class Decode(NamedTuple):
 class Wide(NamedTuple):
     """bm: rows of x. h: blocks of 64 columns in a stage. mr: blocks of 64 rows of W for a warpgroup. p: programs.
 
-    gn: tiles along N that are worked on together, for the cache. pdl: start before the kernel before has ended. ahead: products
-    run on from stage to stage, for which not all tiles have the registers. nb: warpgroups. bm2: further rows of x, as a second
-    product; 0 for none.
-    each: programs that share a multiprocessor. stagger: cycles by which each warpgroup starts after the one before.
-    turns: warpgroups multiply one after the other, and decode meanwhile. halves: where all cut tiles have as many programs, two
+    gn: tiles along N that are worked on together, for the cache. pdl: start before the kernel before has ended. nb:
+    warpgroups. bm2: further rows of x, as a second product; 0 for none. each: programs that share a multiprocessor. turns: warpgroups multiply one after the other, and decode meanwhile. halves: where all cut tiles have as many programs, two
     or four of these add up a half or a quarter each.
     """
 
@@ -58,19 +55,15 @@ class Wide(NamedTuple):
     p: int
     gn: int
     pdl: bool
-    ahead: bool
     nb: int = 2
     bm2: int = 0
     each: int = 1
-    stagger: int = 0
-    turns: int = 0
+    turns: bool = False
     halves: bool = False
 
     @property
     def registers(self) -> tuple[int, int, int]:
         """Of a thread at the start (0: all there are), of one that multiplies and of one that brings tiles."""
-        if self.ahead:  # ptxas wants the registers of products in flight for the warp that brings tiles as well
-            return (0, 184, 120) if self.bm > 64 else (0, 200, 96)
         if self.each == 2:
             return 80, 104, 32
         return (0, 112, 24) if self.nb == 4 else (0, 232, 40)
@@ -138,33 +131,36 @@ def decode_tile(m: int, tiles: int, blocks: int, scheme: Scheme, bias: bool, eve
 
 
 class _Cost(NamedTuple):
-    """Microseconds: of a launch, of 64 columns of a tile, of writing a tile, of a cut tile, of each further program in one."""
+    """Microseconds: of a launch, of 64 columns of a tile, of writing a tile, of a cut tile, of each program in one; the last
+    two where several of these add it up (`Wide.halves`)."""
 
     fixed: float
     block: float
     tile: float
     cut: float
     part: float
+    even: float = 0.0
+    even_part: float = 0.0
 
 
-# Least squares over 905 timings of ten layers at 24 to 4096 rows; within 1 to 6 % of them in the median, and the cheapest by
-# this model is on average 1.3 % slower than the fastest that was timed.
+# Least squares, up to 96 rows over 380 timings of ten layers: within 3 to 8 % of them in the median, and the cheapest by this
+# model is on average 1.4 % slower than the fastest that was timed. Above that over timings before codes were taken as bits of
+# bfloat16 (`ptx.unit`), and 64 columns as much cheaper as they were where the tile was timed again.
 _COSTS = {
-    Wide(32, 2, 4, 1, 0, 8, True, True): _Cost(2.432, 0.200, 0.204, 1.435, 0.079),
-    Wide(32, 2, 4, 1, 0, 8, True, False, each=2): _Cost(2.984, 0.300, 0.0, 1.965, 0.309),
-    Wide(32, 2, 4, 1, 0, 8, True, False, 4): _Cost(3.617, 0.290, 0.071, 1.790, 0.325),
-    Wide(64, 2, 4, 1, 0, 8, True, True): _Cost(1.847, 0.240, 0.0, 2.434, 0.223),
-    Wide(64, 2, 3, 1, 0, 8, True, False, each=2): _Cost(0.721, 0.430, 0.0, 3.572, 0.810),
-    Wide(64, 2, 3, 1, 0, 8, True, False, 4): _Cost(2.989, 0.390, 0.0, 4.324, 0.427),
-    Wide(64, 2, 4, 2, 0, 8, True, False): _Cost(2.150, 0.440, 0.0, 3.920, 0.949),
-    Wide(64, 2, 4, 1, 0, 8, True, True, bm2=32): _Cost(1.619, 0.330, 0.0, 2.566, 0.525),
-    Wide(64, 2, 4, 1, 0, 8, True, False, 4, 32): _Cost(5.666, 0.520, 0.0, 6.213, 1.284),
-    Wide(128, 2, 4, 1, 0, 8, True, True, stagger=300): _Cost(0.724, 0.370, 0.0, 4.724, 0.373),
-    Wide(128, 1, 4, 2, 0, 8, True, False, stagger=600): _Cost(2.334, 0.730, 0.0, 7.454, 1.838),
-    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=32, turns=1): _Cost(0.506, 0.456, 0.0, 5.195, 0.842),
-    Wide(128, 2, 3, 1, 0, 8, True, False, bm2=64, turns=1): _Cost(1.262, 0.518, 0.0, 6.286, 1.373),
-    Wide(256, 1, 4, 1, 0, 32, True, False, turns=1, halves=True): _Cost(0.814, 0.660, 0.0, 7.267, 1.270),
-    Wide(256, 1, 3, 1, 0, 8, True, False, bm2=64, turns=1): _Cost(3.064, 0.800, 0.0, 8.090, 2.357),
+    Wide(32, 2, 4, 1, 0, 8, True): _Cost(3.415, 0.186, 0.0, 0.0, 0.121),
+    Wide(32, 2, 4, 1, 0, 8, True, each=2): _Cost(3.565, 0.304, 0.0, 0.0, 0.169),
+    Wide(32, 2, 4, 1, 0, 8, True, 4): _Cost(4.200, 0.284, 0.0, 0.0, 0.224),
+    Wide(64, 2, 4, 1, 0, 8, True): _Cost(3.892, 0.232, 0.0, 0.0, 0.258),
+    Wide(64, 2, 3, 1, 0, 8, True, each=2): _Cost(1.521, 0.438, 0.0, 3.164, 0.286),
+    Wide(64, 2, 3, 1, 0, 8, True, 4): _Cost(3.502, 0.381, 0.0, 1.681, 0.443),
+    Wide(64, 2, 4, 2, 0, 8, True): _Cost(2.036, 0.413, 0.0, 3.755, 0.506),
+    Wide(64, 2, 4, 1, 0, 8, True, bm2=32): _Cost(4.134, 0.302, 0.0, 0.0, 0.417),
+    Wide(64, 2, 4, 1, 0, 8, True, 4, 32): _Cost(2.515, 0.544, 0.0, 4.503, 0.650),
+    Wide(128, 2, 4, 1, 0, 8, True, turns=True, halves=True): _Cost(1.466, 0.333, 0.0, 2.445, 0.994, 1.969, 0.987),
+    Wide(128, 2, 3, 1, 0, 8, True, bm2=32, turns=True, halves=True): _Cost(2.305, 0.389, 1.382, 2.890, 0.865, 1.963, 0.835),
+    Wide(128, 2, 3, 1, 0, 8, True, bm2=64, turns=True, halves=True): _Cost(0.381, 0.488, 0.061, 4.346, 1.065, 2.813, 0.819),
+    Wide(256, 1, 4, 1, 0, 32, True, turns=True, halves=True): _Cost(2.331, 0.613, 0.315, 5.410, 0.693, 2.627, 0.732),
+    Wide(256, 1, 3, 1, 0, 8, True, bm2=64, turns=True, halves=True): _Cost(3.587, 0.761, 0.0, 5.381, 0.849, 2.469, 0.666),
 }
 
 
@@ -197,22 +193,17 @@ def _cost(tile: Wide, cost: _Cost, m: int, n: int, k: int) -> float:
     total = math.ceil(m / (tile.bm + tile.bm2)) * math.ceil(n / (64 * tile.nb * tile.mr))
     p, whole, rest = shares(total, stages, tile.p)
     blocks = (whole * stages + math.ceil(rest / p)) * tile.h
-    return cost.fixed + cost.block * blocks + cost.tile * whole + (cost.cut + cost.part * stages * p / rest if rest else 0.0)
+    us = cost.fixed + cost.block * blocks + cost.tile * whole
+    if rest and tile.halves and p * stages % rest == 0:
+        return us + cost.even + cost.even_part * stages * p / rest
+    return us + (cost.cut + cost.part * stages * p / rest if rest else 0.0)
 
 
 @functools.lru_cache(maxsize=65536)
-def wide_tile(m: int, n: int, k: int, sms: int, timed: bool = True) -> Wide:
-    """The cheapest tile and number of programs for x [m, k] and W [n, k] on `sms` multiprocessors.
-
-    timed: the scheme is the one that all tiles have run with, symmetric 4 bits in groups of 128 with bfloat16 inputs. Others
-    take those that every scheme has run with.
-    """
+def wide_tile(m: int, n: int, k: int, sms: int) -> Wide:
+    """The cheapest tile and number of programs for x [m, k] and W [n, k] on `sms` multiprocessors."""
     best, least = None, math.inf
     for shape, cost in _COSTS.items():
-        if not timed:
-            if shape.nb == 4 or shape.each == 2 or (shape.bm, shape.mr) == (128, 2):
-                continue
-            shape = shape._replace(stagger=0)
         total = math.ceil(m / (shape.bm + shape.bm2)) * math.ceil(n / (64 * shape.nb * shape.mr))
         if total > 4096 and shape.bm < 128:
             continue  # many rows: small tiles read x too often, which the timings do not cover

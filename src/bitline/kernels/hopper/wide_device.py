@@ -35,8 +35,8 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
-# The loop, which never runs twice, is a border that the compiler moves no decoding across.
-AWAIT = gl.constexpr(
+# Barriers of two warpgroups; Triton takes the first few for its own
+WAIT = gl.constexpr(
     tuple(f"{{.reg .pred p; setp.lt.s32 p,$1,0; again: bar.sync {8 + i},256; @p bra again; mov.b32 $0,$1;}}" for i in range(4))
 )
 WAIT = gl.constexpr(tuple(f"bar.sync {8 + i},256; // $0 $1" for i in range(4)))
@@ -426,20 +426,9 @@ def finish_shared(
 
 
 @gluon.jit
-def delay(CYCLES: gl.constexpr):
-    """Wait, so that a warpgroup decodes while another multiplies: side by side they would do the same at the same time."""
-    T: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ASM: gl.constexpr = (
-        "{.reg .u32 a,b; .reg .pred p; mov.u32 a,%clock;"
-        "again: mov.u32 b,%clock; sub.u32 b,b,a; setp.lt.u32 p,b,$1; @p bra again; mov.u32 $0,b;}"
-    )
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], CYCLES, gl.int32, T)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def turn(c: gl.constexpr, n, BORDER: gl.constexpr):
-    """Wait until it is the turn of warpgroup c to multiply; n: any number that is not negative."""
-    gl.inline_asm_elementwise(AWAIT[c] if BORDER else WAIT[c], "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+def await_turn(c: gl.constexpr, n):
+    """Wait until it is the turn of warpgroup c to multiply; n: any number."""
+    gl.inline_asm_elementwise(WAIT[c], "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -455,9 +444,8 @@ def consumer(
 ):  # fmt: skip
     """One warpgroup: its mr blocks of 64 rows.
 
-    A fragment is decoded while the product before it runs. ptxas moves the wait for that product before the decoding where
-    both are in one iteration of the loop and the fragment is carried into the next; so each product's own fragment is
-    decoded before it in the same iteration, and what waits is the one after the next.
+    A fragment is decoded in the iteration that multiplies it: were it carried into the next, ptxas would wait for the product
+    before it first and decode then, and copy every register.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, G.bm, 16])
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
@@ -481,8 +469,6 @@ def consumer(
     ph = 0
     if G.turns and c == G.nb - 1:
         give_turn(0, N)
-    if c * G.stagger > 0:
-        delay(c * G.stagger)
     for s in range(whole + parts):
         tile, k0, k1, pn, pm = segment(s, p, P, whole, u0, u1, KS, TM, TN, G.gn)
         acc = gl.zeros([64, BM], gl.float32, mma)
@@ -493,8 +479,7 @@ def consumer(
             acb = gl.zeros([64, BM2], gl.float32, mma2)
         if TWO:
             tob = warpgroup_mma_init(acb)
-        before = st
-        for k in range(k0, k1):
+        for _k in range(k0, k1):
             it += 1
             mbarrier.wait(full.index(st), ph)
             if G.turns:
@@ -504,19 +489,17 @@ def consumer(
                     if not SAME:
                         e = entries(sb, zb, st * H + 1, b0, f, S)
                     Z = weights(wb, st * H + 1, b0, e, A, S)
-                turn(c, N, G.turns == 2)
+                await_turn(c, N)
                 tok = warpgroup_mma(X, xb.index(st * H).permute([1, 0]), tok, is_async=True)
                 if G.bm2 > 0:
                     same = gl.convert_layout(X, A2, assert_trivial=True)
                     tob = warpgroup_mma(same, xc.index(st * H).permute([1, 0]), tob, is_async=True)
-                if G.turns == 3 and (c < G.nb - 1 or it < total):
-                    give_turn((c + 1) % G.nb, N)
                 if H == 2:
                     tok = warpgroup_mma(Z, xb.index(st * 2 + 1).permute([1, 0]), tok, is_async=True)
                     if G.bm2 > 0:
                         same = gl.convert_layout(Z, A2, assert_trivial=True)
                         tob = warpgroup_mma(same, xc.index(st * 2 + 1).permute([1, 0]), tob, is_async=True)
-                if G.turns < 3 and (c < G.nb - 1 or it < total):
+                if c < G.nb - 1 or it < total:
                     give_turn((c + 1) % G.nb, N)
             else:
                 for h in gl.static_range(H):
@@ -527,26 +510,22 @@ def consumer(
                     if G.bm2 > 0:
                         same = gl.convert_layout(X, A2, assert_trivial=True)
                         tob = warpgroup_mma(same, xc.index(st * H + h).permute([1, 0]), tob, is_async=True)
-                    if G.ahead or (h > 0 and (h + 1 < H or G.mr == 2)):
+                    if h > 0 and (h + 1 < H or G.mr == 2):
                         _x = warpgroup_mma_wait(2 if G.bm2 > 0 else 1, deps=[X])
-                    if G.ahead and h == 0:
-                        mbarrier.arrive(empty.index(before), count=1, pred=k > k0)
                     if G.mr == 2:
                         if h == 0 or not SAME:
                             e1 = entries(sb, zb, st * H + h, b1, f, S)
                         Y = weights(wb, st * H + h, b1, e1, A, S)
                         tob = warpgroup_mma(Y, xb.index(st * H + h).permute([1, 0]), tob, is_async=True)
-                        if G.ahead or h + 1 < H:
+                        if h + 1 < H:
                             _y = warpgroup_mma_wait(1, deps=[Y])
-            if not G.ahead:
-                if TWO:
-                    acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
-                    tob = warpgroup_mma_init(acb)
-                else:
-                    acc = warpgroup_mma_wait(0, deps=[tok])
-                tok = warpgroup_mma_init(acc)
-                mbarrier.arrive(empty.index(st), count=1)
-            before = st
+            if TWO:
+                acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
+                tob = warpgroup_mma_init(acb)
+            else:
+                acc = warpgroup_mma_wait(0, deps=[tok])
+            tok = warpgroup_mma_init(acc)
+            mbarrier.arrive(empty.index(st), count=1)
             last = st + 1 == G.stages
             st = gl.where(last, 0, st + 1)
             ph = gl.where(last, ph ^ 1, ph)
@@ -555,8 +534,6 @@ def consumer(
         else:
             acc = warpgroup_mma_wait(0, deps=[tok])
             acb = acc
-        if G.ahead:
-            mbarrier.arrive(empty.index(before), count=1)
         if G.pdl and s == 0:
             gdc_wait()
         if G.split:
