@@ -43,9 +43,10 @@ class Decode(NamedTuple):
 class Wide(NamedTuple):
     """bm: rows of x. h: blocks of 64 columns in a stage. mr: blocks of 64 rows of W for a warpgroup. p: programs.
 
-    gn: tiles along N that are worked on together, for the cache. pdl: start before the kernel before has ended. nb:
-    warpgroups. bm2: further rows of x, as a second product; 0 for none. each: programs that share a multiprocessor. turns: warpgroups multiply one after the other, and decode meanwhile. halves: where all cut tiles have as many programs, two
-    or four of these add up a half or a quarter each.
+    gn: tiles along N that are worked on together, for the cache. pdl: start before the kernel before has ended. nb: warpgroups.
+    bm2: further rows of x, as a second product; 0 for none. each: programs that share a multiprocessor. turns: warpgroups
+    multiply one after the other, and decode meanwhile. halves: where all cut tiles have as many programs, two or four of these
+    add up a half or a quarter each.
     """
 
     bm: int
