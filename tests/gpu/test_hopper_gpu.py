@@ -72,19 +72,46 @@ FEW = {
     for even in (True, False)
     if (tile := tiles._timed(few, waves, blocks, even))
 }
+KINDS = [  # of tiles of few rows: warps that share x or not, numbers of tiles that are no power of two, x from the cache
+    tiles.Decode(7, 1, 4, 0, 2, 1, True), tiles.Decode(3, 1, 8, 0, 3, 4, True, early=True), tiles.Decode(1, 1, 16, 0, 3, 2, True, early=True),
+    tiles.Decode(2, 1, 8, 0, 2), tiles.Decode(2, 1, 16, swap=True),
+]  # fmt: skip
+
+
+def run_tile(tile, weight, x, bias=None):
+    """What a call would do with this tile."""
+    plan = launch._DecodePlan(weight.spec, scheme_of(weight.spec), x.shape[0], bias is not None, tile)
+    if weight.perm is not None:
+        x = x.index_select(1, weight.perm)
+    k = x.shape[1]
+    if k % 64 and (plan.pads or k % 8):
+        x = torch.nn.functional.pad(x, (0, -k % 64))
+    return plan(x, packed(weight), bias)
 
 
 @pytest.mark.parametrize("few, tile", sorted(FEW))
 def test_every_tile_of_few_rows(few, tile):
     for n, k in ((1024, 2048), (1032, 4160), (517, 4304)):
-        if not tile.depth and k % 64:
-            continue  # a call pads x for words in registers
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
             weight = make(BASE.replace(n=n, k=k), 3, "cuda")
             for m in (1, 5, 8) if few else (9, 13, 16):
                 x = given(m, weight.spec, m, "cuda")
-                plan = launch._DecodePlan(weight.spec, scheme_of(weight.spec), m, False, tile)
-                judge(plan(x, packed(weight), None), x, weight)
+                judge(run_tile(tile, weight, x), x, weight)
+
+
+@pytest.mark.parametrize("tile", KINDS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key)
+def test_every_kind_of_tile_with_every_scheme(spec, tile):
+    n = 394
+    if spec.scale2_block == (spec.n, spec.k):
+        spec = spec.replace(scale2_block=(n, spec.k))
+    spec = spec.replace(n=n)
+    for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
+        weight = make(spec, 3, "cuda")
+        bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
+        for m in (5, 13) + ((20,) if tile.depth else ()):
+            x = given(m, spec, m, "cuda")
+            judge(run_tile(tile, weight, x, bias), x, weight)
 
 
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 8, 9, 16, 17, 24, 33, 65, 97, 129, 200, 257, 300, 1000, 2049])

@@ -75,6 +75,8 @@ def decode(spec, m):
         "bias_ptr": act,
         "alpha_ptr": "*fp32",
         "o_ptr": act,
+        "ws": "*fp32",
+        "flags": "*i32",
     }
     constants = dict(zip(("S", "G", "num_warps"), plan.constants, strict=True))
     lanes = constants["G"]

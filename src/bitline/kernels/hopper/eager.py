@@ -71,7 +71,8 @@ class Bound:
             self.entries.clear()
         words, scale, zero, alpha, perm = packed
         biased = 0 if bias is None else bias.data_ptr()
-        if perm.numel() or k % 8 or (k % 64 and plan.pads) or biased % 16:
+        few = isinstance(plan, launch._DecodePlan)
+        if perm.numel() or k % 8 or (k % 64 and plan.pads) or biased % 16 or (few and plan.scratch):
             self.entries[x.shape] = ()
             return
         middle: tuple[Any, ...]

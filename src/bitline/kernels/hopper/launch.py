@@ -59,6 +59,8 @@ class Lanes(NamedTuple):
     groups: int = 1
     ring_x: bool = False
     swap: bool = False
+    early: bool = False
+    cut: int = 1
     wait: str = ""
     sync: str = ""
 
@@ -215,7 +217,7 @@ class _DecodePlan:
 
     def __init__(self, spec: LinearSpec, scheme: Scheme, m: int, bias: bool, tile: Decode | None = None) -> None:
         self.spec = spec  # kept alive, so that its identity stays its own
-        mt = 1 if m <= 8 else 2
+        mt = -(-m // 8)
         tiles, columns = layout.padded(spec.n, spec.k)
         tile = tile or decode_tile(m, tiles, columns // 64, scheme, bias, spec.k % 128 == 0)
         self.tile = tile
@@ -223,7 +225,7 @@ class _DecodePlan:
         if tile.depth and scheme.per == 2:
             scheme = dataclasses.replace(scheme, blocks=2)  # the second of the last may be missing
         units = -(-columns // (64 * scheme.blocks))
-        step = tile.warps // tile.groups * tile.c
+        step = tile.warps // tile.groups * tile.c * tile.cut
         steps = -(-units // step)
         even = units == steps * step
         lanes = Lanes(tile.r, tile.c, mt, scheme.blocks, even and tiles % tile.r == 0, swap=tile.swap)
@@ -232,14 +234,15 @@ class _DecodePlan:
             even = even and spec.k % (64 * scheme.blocks) == 0
             lanes = Lanes(
                 tile.r, tile.c, mt, scheme.blocks, even, depth=tile.depth, groups=tile.groups, ring_x=tile.ring_x,
-                wait=f"cp.async.wait_group {tile.depth - 2}; // $0", sync=f"bar.sync $1, {32 * tile.groups}; // $0",
+                early=tile.early, cut=tile.cut, wait=f"cp.async.wait_group {tile.depth - 2}; // $0", sync=f"bar.sync $1, {32 * tile.groups}; // $0",
             )  # fmt: skip
             code = code_of(scheme, bias, mt, "ring" if tile.ring_x else "even" if even else "odd")
         self.constants = (code, lanes, tile.warps)
         self.options = {"num_warps": tile.warps, "launch_pdl": True, **({"maxnreg": tile.registers} if tile.registers else {})}
-        self.programs = -(-tiles // (tile.r * tile.groups))
+        self.programs = -(-tiles // (tile.r * tile.groups)) * tile.cut
+        self.scratch = self.programs * tile.r * tile.groups * 128 * mt if tile.cut > 1 else 0
         self.numbers = (columns // 64 if tile.depth else units, tiles, scheme.groups, steps)
-        self.tail = (*self.numbers, *self.constants)
+        self.tail = (*self.numbers, *((0, 0) if tile.depth else ()), *self.constants)
         self.new = _new()
         self.binary: _Binary | None = None
 
@@ -256,20 +259,25 @@ class _DecodePlan:
         y = self.new((m, n), (n, 1), x.dtype) if self.new else x.new_empty((m, n))
         binary = self.binary or self.known(x.get_device())
         if binary is None:
+            space = _workspace(x, self.scratch, _raw_stream(x.get_device())) if self.scratch else (0, 0)
             typed = (
                 x, words, _Typed(scale, "fp32" if scale.dtype == torch.float32 else "i32"), _Typed(zero, "i16"),
                 x if bias is None else bias, alpha, y, m, n, k, *self.numbers,
+                *((_Typed(space[0], "fp32"), _Typed(space[1], "i32")) if self.tile.depth else ()),
             )  # fmt: skip
             kernel = _triton().ring if self.constants[1].depth else _triton().decode
             key = (self.constants, self.options.get("maxnreg"), x.get_device())
             _binaries[key] = _compile(kernel, self.programs, typed, self.constants, self.options)
             return y
+        tail, stream = self.tail, _raw_stream(x.get_device())
+        if self.scratch:
+            tail = (*self.numbers, *_workspace(x, self.scratch, stream), *self.constants)
         # Addresses: of a tensor the launcher would ask the driver what kind of memory it is, each time.
         arguments = (
             x.data_ptr(), words.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            alpha.data_ptr(), y.data_ptr(), m, n, k, *self.tail,
+            alpha.data_ptr(), y.data_ptr(), m, n, k, *tail,
         )  # fmt: skip
-        binary(self.programs, _raw_stream(x.get_device()), arguments)
+        binary(self.programs, stream, arguments)
         return y
 
 

@@ -27,10 +27,12 @@ class Decode(NamedTuple):
     groups: int = 1
     ring_x: bool = False
     swap: bool = False
+    early: bool = False
+    cut: int = 1
 
     def shared_bytes(self, scheme: Scheme, m: int) -> int:
         """Shared memory of a program: the ring, or the sums of its warps."""
-        mt = 1 if m <= 8 else 2
+        mt = -(-m // 8)
         sums = 512 * self.warps * self.r * mt
         if not self.depth:
             return sums
