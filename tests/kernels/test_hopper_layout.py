@@ -290,7 +290,7 @@ def test_few_rows_have_a_tile_of_the_layers_rows_that_fits(n, k):
     for spec in (base, base.replace(weight=types.uint8, zero="int", block=(1, 16), scale_dtype=torch.float32)):
         scheme, (tiles, columns) = scheme_of(spec), layout.padded(n, k)
         for m in (1, 4, 8, 9, 16):
-            tile = decode_tile(m, tiles, columns // 64, scheme, False, k % 128 == 0)
+            tile = decode_tile(m, tiles, columns // 64, scheme, k % 128 == 0)
             whole = dataclasses.replace(scheme, blocks=2) if tile.depth else scheme
             assert tile.shared_bytes(whole, m) <= 226 * 1024
             assert not tile.depth or (tile.r * tile.groups <= tiles and tile.warps % tile.groups == 0 and tile.c == 1)

@@ -172,7 +172,7 @@ def step(acc, slot, s, z, x, r: gl.constexpr, S: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "blocks", "tiles", "groups", "steps"])
 def ring(
-    x_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, alpha_ptr, o_ptr, M, N, K, blocks, tiles, groups, steps, ws, flags,
+    x_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, alpha_ptr, o_ptr, ws, flags, M, N, K, blocks, tiles, groups, steps,
     S: gl.constexpr, G: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """y [M, N] = alpha * x [M, K] @ W.T + bias. S is a `launch.Code`, G a `launch.Lanes`.
