@@ -64,10 +64,10 @@ def test_every_tile_whole_and_cut(shape):
                     judge(plan(x, packed(weight), bias), x, weight)
 
 
-REGISTERS = [  # tiles of few rows with words in registers, and those of the ring that the rule names by itself
-    (1, tiles.Decode(1, 2, 16)), (1, tiles.Decode(2, 1, 4, 72)), (1, tiles.Decode(2, 1, 8, 128)), (1, tiles.Decode(1, 1, 16, 0, 2)),
-    (1, tiles.Decode(1, 1, 16, 0, 3, 2, True)), (1, tiles.Decode(2, 1, 8, 0, 4, 2, True)), (2, tiles.Decode(1, 1, 16)),
-    (2, tiles.Decode(2, 1, 16, swap=True)), (2, tiles.Decode(2, 1, 4, 128)),
+REGISTERS = [  # (8-row tiles of x, tile): words in registers, and those of the ring that the rule names by itself
+    (1, tiles.Decode(1, 2, 16)), (1, tiles.Decode(2, 1, 4, 72)), (1, tiles.Decode(2, 1, 8, 128)), (2, tiles.Decode(1, 1, 16)),
+    (2, tiles.Decode(2, 1, 16, swap=True)), (2, tiles.Decode(2, 1, 4, 128)), (1, tiles.Decode(1, 1, 16, 0, 2)),
+    (1, tiles.Decode(1, 1, 16, 0, 3, 2, True)), (1, tiles.Decode(2, 1, 8, 0, 4, 2, True)),
 ]  # fmt: skip
 FEW = REGISTERS + [(mt, kind.tile) for mt, kinds in tiles._FEW.items() for kind in kinds]
 KINDS = [  # warps that share x or not, numbers of tiles that are no power of two, programs that share K, x from the cache

@@ -234,7 +234,8 @@ class _DecodePlan:
             even = even and spec.k % (64 * scheme.blocks) == 0
             lanes = Lanes(
                 tile.r, tile.c, mt, scheme.blocks, even, depth=tile.depth, groups=tile.groups, ring_x=tile.ring_x,
-                early=tile.early, cut=tile.cut, wait=f"cp.async.wait_group {tile.depth - 2}; // $0", sync=f"bar.sync $1, {32 * tile.groups}; // $0",
+                early=tile.early, cut=tile.cut, wait=f"cp.async.wait_group {tile.depth - 2}; // $0",
+                sync=f"bar.sync $1, {32 * tile.groups}; // $0",
             )  # fmt: skip
             code = code_of(scheme, bias, mt, "ring" if tile.ring_x else "even" if even else "odd")
         self.constants = (code, lanes, tile.warps)
@@ -264,7 +265,8 @@ class _DecodePlan:
         if binary is None:
             typed = (
                 x, words, _Typed(scale, "fp32" if scale.dtype == torch.float32 else "i32"), _Typed(zero, "i16"),
-                x if bias is None else bias, alpha, y, *(_Typed(at, kind) for at, kind in zip(space, ("fp32", "i32"), strict=False)), m, n, k, *self.numbers,
+                x if bias is None else bias, alpha, y,
+                *(_Typed(*part) for part in zip(space, ("fp32", "i32"), strict=False)), m, n, k, *self.numbers,
             )  # fmt: skip
             kernel = _triton().ring if self.constants[1].depth else _triton().decode
             key = (self.constants, self.options.get("maxnreg"), x.get_device())

@@ -159,7 +159,7 @@ def step(acc, slot, s, z, x, r: gl.constexpr, S: gl.constexpr, G: gl.constexpr):
     else:
         lo, hi = widen(s, S)
         zero = gl.zeros_like(lo)
-        for i in gl.static_range(NO):
+        for _i in gl.static_range(NO):
             a = a + (zero,)
         p = gl.inline_asm_elementwise(S.unit[0], S.unit[1], a, dtype=(gl.float32,) * NO, is_pure=False, pack=1)
         for i in gl.static_range(NO):
@@ -258,7 +258,7 @@ def ring(
         if not G.ring_x:
             do(_COMMIT)
     acc = ()
-    for i in gl.static_range(R * NO):
+    for _i in gl.static_range(R * NO):
         acc = acc + (gl.zeros([T], gl.float32, L),)
     if G.pdl:  # the weights do not depend on the kernel before, x does
         do(WAIT)
@@ -318,9 +318,7 @@ def ring(
     barrier()  # the ring is free
     reinterpret(sm, gl.float32, [T], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(acc[0])  # its allocation needs a user
     for i in gl.static_range(1, R * NO):
-        gl.inline_asm_elementwise(
-            _STOREF, "=r,r,f", [base + (i * T + tid) * 4, acc[i]], dtype=gl.int32, is_pure=False, pack=1
-        )
+        gl.inline_asm_elementwise(_STOREF, "=r,r,f", [base + (i * T + tid) * 4, acc[i]], dtype=gl.int32, is_pure=False, pack=1)
     barrier()
     mine = ws + (gl.program_id(0) * OUT).to(gl.int64)
     for j in gl.static_range((OUT + T - 1) // T):
