@@ -143,6 +143,7 @@ _FEW = {
         _Few(_ring(2, 2, 8, 2), 1, 2.1, 49.8),
         _Few(_ring(5, 1, 4, 2), 1, 2.8, 48.5),
         _Few(_ring(2, 4, 8, 3), 1, 2.8, 41.1),
+        _Few(_ring(7, 2, 8, 2), 1, 2.8, 48.6),
         _Few(_ring(2, 4, 16, 2, cut=4), 1, 2.8, 51.8),
         _Few(_ring(2, 4, 8, 2, cut=4), 2, 4.5, 44.5),
         _Few(_ring(1, 2, 8, 3, cut=4), 1, 2.8, 83.0),
@@ -182,6 +183,8 @@ def _cheapest(m: int, tiles: int, blocks: int, scheme: Scheme, sms: int) -> tupl
 def few_tile(m: int, tiles: int, n: int, k: int, scheme: Scheme, sms: int = 132) -> Decode | None:
     """The tile for 17 to 32 rows of x, where it is cheaper than any for more."""
     us, tile = _cheapest(m, tiles, -(-k // 64), scheme, sms)
+    if scheme.fine == 1 and scheme.per % 2:
+        us *= 1.25  # units of 64 columns
     wide = wide_tile(m, n, k, sms)
     return tile if us < _cost(wide, _COSTS[wide._replace(p=0)], m, n, k) else None
 
