@@ -117,6 +117,10 @@ _FEW = {
         _Few(_ring(3, 1, 8, 3), 1, 2.8, 25.5),
         _Few(_ring(5, 1, 8, 2), 1, 2.8, 29.2),
         _Few(_ring(7, 1, 8, 2), 1, 2.8, 30.6),
+        _Few(_ring(5, 2, 8, 3), 1, 2.8, 29.1),
+        _Few(_ring(6, 2, 8, 3), 1, 2.8, 30.0),
+        _Few(_ring(3, 1, 8, 2), 2, 2.8, 26.5),
+        _Few(_ring(4, 1, 8, 2), 2, 2.8, 28.4),
     ),
     2: (
         _Few(_ring(2, 1, 4, 4), 1, 0.97, 65.0),
@@ -141,7 +145,10 @@ _FEW = {
         _Few(_ring(2, 1, 4, 3), 1, 1.1, 76.5),
         _Few(_ring(1, 2, 8, 4, False), 1, 1.6, 67.5),
         _Few(_ring(3, 1, 4, 3), 1, 2.6, 54.6),
-        _Few(_ring(2, 2, 8, 2), 1, 2.1, 49.8),
+        _Few(_ring(1, 1, 8, 2), 1, 2.0, 89.0),
+        _Few(_ring(2, 2, 8, 3), 1, 2.1, 48.0),
+        _Few(_ring(3, 2, 8, 3), 1, 2.8, 44.0),
+        _Few(_ring(5, 2, 8, 2), 1, 2.8, 44.2),
         _Few(_ring(5, 1, 4, 2), 1, 2.8, 48.5),
         _Few(_ring(2, 4, 8, 3), 1, 2.8, 41.1),
         _Few(_ring(7, 2, 8, 2), 1, 2.8, 48.6),
@@ -183,9 +190,9 @@ def _cheapest(m: int, tiles: int, blocks: int, scheme: Scheme, sms: int) -> tupl
 
 def few_tile(m: int, tiles: int, n: int, k: int, scheme: Scheme, sms: int = 132) -> Decode | None:
     """The tile for 17 to 32 rows of x, where it is cheaper than any for more."""
+    if scheme.fine == 1 and scheme.per % 2 and tiles > 2 * sms:
+        return None  # units of 64 columns
     us, tile = _cheapest(m, tiles, -(-k // 64), scheme, sms)
-    if scheme.fine == 1 and scheme.per % 2:
-        us *= 1.25  # units of 64 columns
     wide = wide_tile(m, n, k, sms)
     return tile if us < _cost(wide, _COSTS[wide._replace(p=0)], m, n, k) else None
 
@@ -199,19 +206,22 @@ def decode_tile(m: int, tiles: int, blocks: int, scheme: Scheme, even: bool, sms
     """
     few, waves = m <= 8, tiles / (2 * sms)  # waves: of programs with two tiles, one for each multiprocessor
     plain = scheme.width == 4 and scheme.fine == 1  # few registers
+    whole = scheme.blocks == 2  # units of 128 columns
     if waves <= 0.5:
+        if not few and scheme.usual and even and blocks >= 64:
+            return Decode(1, 1, 16, 0, 2)
         return Decode(1, 2, 16) if few and plain else Decode(1, 1, 16)
     found: Decode | None = None
     if not few:
-        if waves > 1 or not even or blocks < 64:
+        if waves > 1 or not even or blocks < 64 or (scheme.width == 8 and blocks <= 80) or (plain and not whole):
             found = _cheapest(m, tiles, blocks, scheme, sms)[1]
         if not found and waves <= 1:
-            return Decode(2, 1, 16, swap=plain and scheme.blocks == 2 and even)
-        return found or Decode(2, 1, 8 if waves <= 2.5 else 4, 128 if scheme.blocks == 2 or waves <= 2.5 else 72)
+            return Decode(2, 1, 16, swap=plain and whole and even)
+        return found or Decode(2, 1, 8 if waves <= 2.5 else 4, 128 if whole or waves <= 2.5 else 72)
     if waves <= 1:
         found = Decode(1, 1, 16, 0, 2) if scheme.usual and even and blocks > 80 else _ring(1, 2, 16, 3, False).fitted(scheme, m)
         return found or Decode(1, 1, 16)
-    if waves <= 1.5 or 2 < waves <= (3.5 if even else 2.5):
+    if waves <= 1.5 or 2 < waves <= (6 if even and scheme.width == 4 else 2.5):
         found = _cheapest(m, tiles, blocks, scheme, sms)[1]
     elif not even:
         found = _ring(2, 2, 8, 4, False).fitted(scheme, m)
