@@ -58,7 +58,7 @@ def grid() -> list[tuple[str, Any, tuple[int, ...]]]:
 
 
 def few_tiles() -> list[tuple[int, Any]]:
-    """(rows, tile): every tile of up to 8 and up to 16 rows that symmetric 4 bits take at layers of many shapes."""
+    """(rows, tile): every tile of up to 8, 16, 24 and 32 rows that symmetric 4 bits take at layers of many shapes."""
     from bitline.kernels.hopper import layout, tiles
     from bitline.kernels.hopper.scheme import scheme_of
 
@@ -68,6 +68,7 @@ def few_tiles() -> list[tuple[int, Any]]:
             padded, columns = layout.padded(n, k)
             scheme = scheme_of(grid()[0][1].replace(n=n, k=k))
             found |= {(m, tiles.decode_tile(m, padded, columns // 64, scheme, k % 128 == 0)) for m in (5, 13)}  # type: ignore[arg-type]
+            found |= {(m, tile) for m in (20, 30) if (tile := tiles.few_tile(m, padded, n, k, scheme))}  # type: ignore[arg-type]
     return sorted(found)
 
 
@@ -131,6 +132,7 @@ class Runner:
             for spec in (cases[0][1], cases[1][1].replace(bias=False)):
                 if tile.depth == 0 and spec.k % 64:
                     continue  # a call pads x for words in registers
+                spec = spec.replace(n=max(spec.n, 16 * tile.r * tile.groups + 8))  # a program's rows at least
                 weight, packed, _ = self.layer(spec, i)
                 few = launch._DecodePlan(spec, scheme_of(spec), m, False, tile)  # type: ignore[arg-type]
                 name = "ring" if tile.depth else "decode"
