@@ -1,6 +1,7 @@
 """QuantLinear: shapes, state, errors, and what a compiler and an exporter see."""
 
 import copy
+import dataclasses
 import io
 
 import pytest
@@ -366,3 +367,24 @@ def test_the_operator_is_seen_by_whoever_looks():
     assert layer(x.to("meta")).shape == want.shape
     with pytest.raises(RuntimeError, match="Batching rule not implemented for bitline::linear"):
         torch.vmap(layer)(x[None].expand(2, 2, 3, 32)).sum().item()
+
+
+def test_a_kernels_own_call_is_taken_where_nobody_watches(monkeypatch):
+    def eager(packed, bias, spec):
+        return lambda x: None if x.shape[0] == 3 else torch.full((*x.shape[:-1], spec.n), 7.0)
+
+    plain = layer()
+    monkeypatch.setattr(ReferenceLinearKernel, "eager", eager)
+    made = layer()
+    x, three = rows(2, 5, 64), rows(3, 64)
+    assert made(x).shape == (2, 5, 48) and (made(x) == 7).all()
+    assert torch.equal(made(three), plain(three))  # the kernel would not take it
+    with torch.profiler.profile():
+        assert torch.equal(made(x), plain(x))
+    assert torch.equal(torch.compile(made, backend="eager", fullgraph=True)(x), plain(x))
+    with pytest.raises(InputError, match="inference"):
+        made(x.clone().requires_grad_())
+    w = weight()
+    w = dataclasses.replace(w, spec=w.spec.replace(input_multiplier=True), input_multiplier=torch.full((64,), 2.0))
+    scaled = QuantLinear(w, kernel="ReferenceLinearKernel")
+    assert torch.allclose(scaled(x), plain(x * 2), atol=1e-5)

@@ -67,7 +67,7 @@ def few_tiles() -> list[tuple[int, Any]]:
         for k in (4096, 4160, 8192, 14336):
             padded, columns = layout.padded(n, k)
             scheme = scheme_of(grid()[0][1].replace(n=n, k=k))
-            found |= {(m, tiles.decode_tile(m, padded, columns // 64, scheme, False, k % 128 == 0)) for m in (5, 13)}  # type: ignore[arg-type]
+            found |= {(m, tiles.decode_tile(m, padded, columns // 64, scheme, k % 128 == 0)) for m in (5, 13)}  # type: ignore[arg-type]
     return sorted(found)
 
 

@@ -79,30 +79,92 @@ def test_every_scheme_in_tiles_whose_warpgroups_take_turns(spec):
         check(plan(at, words, bias), x, weight)
 
 
-FEW = {
-    (few, tile)
-    for few in (True, False)
-    for waves in (0.9, 1.2, 2, 4, 8)
-    for blocks in (64, 128)
-    for even in (True, False)
-    if (tile := tiles._timed(few, waves, blocks, even))
-}
+REGISTERS = [  # (8-row tiles of x, tile): words in registers, and those of the ring that the rule names by itself
+    (1, tiles.Decode(1, 2, 16)), (1, tiles.Decode(2, 1, 4, 72)), (1, tiles.Decode(2, 1, 8, 128)), (2, tiles.Decode(1, 1, 16)),
+    (2, tiles.Decode(2, 1, 16, swap=True)), (2, tiles.Decode(2, 1, 4, 128)), (1, tiles.Decode(1, 1, 16, 0, 2)),
+    (1, tiles.Decode(1, 1, 16, 0, 3, 2, True)), (1, tiles.Decode(2, 1, 8, 0, 4, 2, True)),
+]  # fmt: skip
+FEW = REGISTERS + [(mt, kind.tile) for mt, kinds in tiles._FEW.items() for kind in kinds]
+KINDS = [  # warps that share x or not, numbers of tiles that are no power of two, programs that share K, x from the cache
+    tiles.Decode(7, 1, 4, 0, 2, 1, True), tiles.Decode(3, 1, 8, 0, 3, 4, True, early=True),
+    tiles.Decode(1, 1, 16, 0, 3, 2, True, early=True), tiles.Decode(2, 1, 8, 0, 3, 4, True, early=True, cut=4),
+    tiles.Decode(2, 1, 8, 0, 2), tiles.Decode(2, 1, 16, swap=True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("few, tile", sorted(FEW))
-def test_every_tile_of_few_rows(few, tile):
+def few_plan(tile, spec, m, bias=False):
+    scheme = scheme_of(spec)
+    return launch._DecodePlan(spec, scheme, m, bias, tile.fitted(scheme, m))
+
+
+def run_tile(tile, weight, x, bias=None):
+    """What a call would do with this tile."""
+    plan = few_plan(tile, weight.spec, x.shape[0], bias is not None)
+    if weight.perm is not None:
+        x = x.index_select(1, weight.perm)
+    k = x.shape[1]
+    if k % 64 and (plan.pads or k % 8):
+        x = torch.nn.functional.pad(x, (0, -k % 64))
+    return plan(x, packed(weight), bias)
+
+
+@pytest.mark.parametrize("mt, tile", FEW, ids=lambda v: "-".join(str(int(i)) for i in v) if isinstance(v, tuple) else str(v))
+def test_every_tile_of_few_rows(mt, tile):
     for n, k in ((1024, 2048), (1032, 4160), (517, 4304)):
-        if not tile.depth and k % 64:
-            continue  # a call pads x for words in registers
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
             weight = make(BASE.replace(n=n, k=k), 3, "cuda")
-            for m in (1, 5, 8) if few else (9, 13, 16):
+            for m in (8 * mt - 7, 8 * mt - 2, 8 * mt):
                 x = given(m, weight.spec, m, "cuda")
-                plan = launch._DecodePlan(weight.spec, scheme_of(weight.spec), m, False, tile)
-                judge(plan(x, packed(weight), None), x, weight)
+                judge(run_tile(tile, weight, x), x, weight)
 
 
-@pytest.mark.parametrize("m", [1, 3, 4, 5, 8, 9, 16, 17, 24, 33, 65, 97, 129, 200, 257, 300, 1000, 2049])
+@pytest.mark.parametrize("tile", KINDS, ids=lambda v: "-".join(str(int(i)) for i in v))
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key)
+def test_every_kind_of_tile_with_every_scheme(spec, tile):
+    n = 394
+    if spec.scale2_block == (spec.n, spec.k):
+        spec = spec.replace(scale2_block=(n, spec.k))
+    spec = spec.replace(n=n)
+    for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
+        weight = make(spec, 3, "cuda")
+        bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
+        for m in (5, 13) + ((20,) if tile.depth else ()):
+            x = given(m, spec, m, "cuda")
+            judge(run_tile(tile, weight, x, bias), x, weight)
+
+
+def test_few_rows_cut_along_k_on_two_streams_and_in_two_graphs():
+    spec = BASE.replace(n=1024, k=4096)
+    weight = packed(random_weight(spec, 1, "cuda"))
+    for tile in {kind.tile for kinds in tiles._FEW.values() for kind in kinds if kind.tile.cut > 1}:
+        for m in (8, 16, 23, 32):
+            plan = few_plan(tile, spec, m)
+            assert plan.scratch
+            xs = [inputs(m, spec, seed, "cuda") for seed in (1, 2)]
+            want = [plan(x, weight, None) for x in xs]
+            streams, graphs = [torch.cuda.Stream() for _ in xs], []
+            torch.cuda.synchronize()
+            for _ in range(20):
+                found = []
+                for stream, x in zip(streams, xs, strict=True):
+                    with torch.cuda.stream(stream):
+                        found.append(plan(x, weight, None))
+                torch.cuda.synchronize()
+                assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+            for x in xs:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out = [plan(x, weight, None) for _ in range(5)]
+                graphs.append((graph, out))
+            for _ in range(10):
+                for stream, (graph, _out) in zip(streams, graphs, strict=True):
+                    with torch.cuda.stream(stream):
+                        graph.replay()
+                torch.cuda.synchronize()
+                assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
+
+
+@pytest.mark.parametrize("m", [1, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 65, 97, 129, 200, 257, 300, 1000, 2049])
 def test_rows_on_layers_of_several_shapes(m):
     for n, k in ((4096, 4096), (1024, 4096), (10240, 2048), (2053, 4304)):
         spec = BASE.replace(n=n, k=k)
@@ -173,7 +235,7 @@ def test_each_cut_tile_on_two_streams_and_in_two_graphs(shape):
         assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
 
 
-@pytest.mark.parametrize("m", [1, 6, 16, 40, 300])
+@pytest.mark.parametrize("m", [1, 6, 16, 24, 40, 300])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layers_own_call_gives_what_the_kernel_gives(m, bias):
     spec = BASE.replace(n=1024, k=2048, bias=bias)
@@ -202,7 +264,7 @@ def test_a_layers_own_call_gives_what_the_kernel_gives(m, bias):
 
 
 @pytest.mark.parametrize("spec", [BASE, BASE.replace(n=4096, k=4096), BASE.replace(n=67, k=129, bias=True)], ids=lambda s: s.key)
-@pytest.mark.parametrize("m", [1, 16, 64, 300])
+@pytest.mark.parametrize("m", [1, 16, 24, 64, 300])
 def test_a_captured_call_follows_its_input(m, spec):
     weight = random_weight(spec, 1, "cuda")
     layer = QuantLinear(weight, kernel="GluonHopperLinearKernel")

@@ -1,6 +1,5 @@
 """Compiles the Hopper kernels for sm_90a without a GPU, one variant a line of JSON. Run by test_hopper_compile.py."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -14,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from bitline import types
-from bitline.kernels.hopper import decode_device, launch, ring_device, wide_device
+from bitline.kernels.hopper import decode_device, launch, ring_device, tiles, wide_device
 from bitline.kernels.hopper.scheme import scheme_of
 from bitline.types import LinearSpec
 
@@ -62,9 +61,9 @@ def built(kernel, pointers, constants, options):
     return triton.compile(GluonASTSource(kernel, signature, constants, attrs), target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def decode(spec, m):
+def decode(spec, m, tile=None):
     scheme = scheme_of(spec)
-    plan = launch._DecodePlan(spec, scheme, m, spec.bias)
+    plan = launch._DecodePlan(spec, scheme, m, spec.bias, tile)
     act = "*fp16" if scheme.half else "*bf16"
     scale = "*fp32" if scheme.wide else "*i32"
     pointers = {
@@ -75,13 +74,15 @@ def decode(spec, m):
         "bias_ptr": act,
         "alpha_ptr": "*fp32",
         "o_ptr": act,
+        "ws": "*fp32",
+        "flags": "*i32",
     }
     constants = dict(zip(("S", "G", "num_warps"), plan.constants, strict=True))
     lanes = constants["G"]
     weights = lanes.r * lanes.c * lanes.blocks * 32
     kernel = ring_device.ring if lanes.depth else decode_device.decode
     made = built(kernel, pointers, constants, plan.options)
-    claimed = plan.tile.shared_bytes(dataclasses.replace(scheme, blocks=lanes.blocks), m)
+    claimed = plan.tile.shared_bytes(scheme, m)
     assert claimed <= made.metadata.shared < claimed + 512, (claimed, made.metadata.shared)
     return made, "HMMA", weights
 
@@ -143,6 +144,11 @@ def main():
         for m in ROWS.get(label, (1, 16, 64, 1024) if "g128" not in label else (1, 64)):
             kernel, instruction, weights = (decode if m <= launch.DECODE_ROWS else wide)(spec, m)
             print(json.dumps(report(f"{label} M={m}", kernel, instruction, weights)), flush=True)
+    for spec in (BASE, SPECS["odd g128"]):
+        for mt, kinds in tiles._FEW.items():
+            for tile in (kind.tile for kind in kinds if mt == 2 or spec is BASE):
+                label = f"{'odd' if spec.k % 128 else 'even'} ring {tile.r} {tile.groups} {tile.warps} {tile.cut} M={8 * mt}"
+                print(json.dumps(report(label, *decode(spec, 8 * mt, tile))), flush=True)
 
 
 if __name__ == "__main__":

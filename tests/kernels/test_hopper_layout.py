@@ -9,7 +9,7 @@ from bitline import bits, types
 from bitline.kernels.hopper import launch, layout
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
-from bitline.kernels.hopper.tiles import _COSTS, _programs, decode_tile, shares, wide_tile
+from bitline.kernels.hopper.tiles import _COSTS, _FEW, _programs, decode_tile, few_tile, shares, wide_tile
 from bitline.testing.generators import random_weight
 from bitline.types import LinearSpec
 
@@ -329,11 +329,33 @@ def test_few_rows_have_a_tile_of_the_layers_rows_that_fits(n, k):
     base = BASE.replace(n=n, k=k)
     for spec in (base, base.replace(weight=types.uint8, zero="int", block=(1, 16), scale_dtype=torch.float32)):
         scheme, (tiles, columns) = scheme_of(spec), layout.padded(n, k)
-        for m in (1, 4, 8, 9, 16):
-            tile = decode_tile(m, tiles, columns // 64, scheme, False, k % 128 == 0)
-            whole = dataclasses.replace(scheme, blocks=2) if tile.depth else scheme
-            assert tile.shared_bytes(whole, m) <= 226 * 1024
+        for m in (1, 4, 8, 9, 16, 17, 24, 25, 32):
+            even = k % 128 == 0
+            tile = decode_tile(m, tiles, columns // 64, scheme, even) if m <= 16 else few_tile(m, tiles, n, k, scheme)
+            if tile is None:
+                continue  # the kernel for more rows is faster
+            plan = launch._DecodePlan(spec, scheme, m, False, tile)
+            assert tile.shared_bytes(scheme, m) <= 226 * 1024
             assert not tile.depth or (tile.r * tile.groups <= tiles and tile.warps % tile.groups == 0 and tile.c == 1)
+            assert plan.programs // tile.cut <= launch._SLOT
+            steps, share = plan.numbers[-1], tile.warps // tile.groups * tile.c * tile.cut
+            units = -(-columns // (64 * plan.constants[1].blocks))
+            assert (steps - 1) * share < units <= steps * share  # every unit of K is somebody's
+            assert plan.programs == -(-tiles // (tile.r * tile.groups)) * tile.cut
+
+
+@pytest.mark.parametrize("m", [8, 16, 24, 32])
+def test_tiles_of_few_rows_are_fitted_to_every_scheme(m):
+    wide = BASE.replace(k=1024, scale_dtype=torch.float32)
+    for spec in [wide.replace(weight=types.uint8, zero="int", block=(1, g)) for g in (16, 32, 64, 1024)] + [BASE]:
+        for kind in _FEW[m // 8]:
+            for each in (1, 2, 4):
+                tile = kind.tile.fitted(scheme_of(spec), m, each)
+                if tile:
+                    assert (
+                        2 <= tile.depth <= kind.tile.depth and each * (tile.shared_bytes(scheme_of(spec), m) + 1024) <= 227 * 1024
+                    )
+        assert scheme_of(spec).width == 8 or kind.tile.fitted(scheme_of(spec), m)
 
 
 def test_every_tile_fits_shared_memory_with_every_scheme():

@@ -1,4 +1,4 @@
-"""The kernel protocol: five functions and a few declared facts."""
+"""The kernel protocol: five functions, two that a kernel may have beside them, and a few declared facts."""
 
 from __future__ import annotations
 

@@ -76,16 +76,16 @@ class Bound:
             return
         middle: tuple[Any, ...]
         tail: tuple[Any, ...]
-        wide: Any
+        maps: Any
         if isinstance(plan, launch._DecodePlan):
             middle = (words.data_ptr(), scale.data_ptr(), zero.data_ptr(), biased, alpha.data_ptr())
-            tail, wide = (m, n, k, *plan.tail), None
+            tail, maps = (*(() if plan.scratch else plan.space), m, n, k, *plan.tail), plan if plan.scratch else None
         elif n % 8:
             self.entries[x.shape] = ()
             return
         else:
-            middle, tail, wide = plan.weight_maps(words, scale, zero), (biased, alpha.data_ptr(), *plan.tail), plan
+            middle, tail, maps = plan.weight_maps(words, scale, zero), (biased, alpha.data_ptr(), *plan.tail), plan
         shape = (*x.shape[:-1], n)
         strides = torch.empty(shape, device="meta").stride()
         head = binary.head
-        self.entries[x.shape] = (binary.launch, binary.grouped, plan.programs, head, shape, strides, wide, middle, tail)
+        self.entries[x.shape] = (binary.launch, binary.grouped, plan.programs, head, shape, strides, maps, middle, tail)

@@ -15,10 +15,10 @@ from torch import Tensor
 from bitline.errors import InputError
 from bitline.kernels.hopper import layout, ptx
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
-from bitline.kernels.hopper.tiles import FLAGS, Decode, Wide, decode_tile, shares, wide_tile
+from bitline.kernels.hopper.tiles import FLAGS, Decode, Wide, decode_tile, few_tile, shares, wide_tile
 from bitline.types import LinearSpec
 
-DECODE_ROWS = 16
+DECODE_ROWS, RING_ROWS = 16, 32  # that always, and that may take the kernels for few rows
 
 
 class Code(NamedTuple):
@@ -59,6 +59,8 @@ class Lanes(NamedTuple):
     groups: int = 1
     ring_x: bool = False
     swap: bool = False
+    early: bool = False
+    cut: int = 1
     wait: str = ""
     sync: str = ""
 
@@ -213,19 +215,19 @@ def _compile(
 
 
 class _DecodePlan:
-    """A launch for up to 4, 8 or 16 rows."""
+    """A launch for up to 4, 8 or 16 rows, or one number of up to 32."""
 
     def __init__(self, spec: LinearSpec, scheme: Scheme, m: int, bias: bool, tile: Decode | None = None) -> None:
         self.spec = spec  # kept alive, so that its identity stays its own
-        mt = 1 if m <= 8 else 2
+        mt = -(-m // 8)
         tiles, columns = layout.padded(spec.n, spec.k)
-        tile = tile or decode_tile(m, tiles, columns // 64, scheme, bias, spec.k % 128 == 0)
+        tile = tile or decode_tile(m, tiles, columns // 64, scheme, spec.k % 128 == 0)
         self.tile = tile
         self.pads = tile.depth == 0  # x to whole blocks; the ring takes rows of any multiple of 16 bytes
         if tile.depth and scheme.per == 2:
             scheme = dataclasses.replace(scheme, blocks=2)  # the second of the last may be missing
         units = -(-columns // (64 * scheme.blocks))
-        step = tile.warps // tile.groups * tile.c
+        step = tile.warps // tile.groups * tile.c * tile.cut
         steps = -(-units // step)
         even = units == steps * step
         lanes = Lanes(tile.r, tile.c, mt, scheme.blocks, even and tiles % tile.r == 0, swap=tile.swap)
@@ -234,14 +236,17 @@ class _DecodePlan:
             even = even and spec.k % (64 * scheme.blocks) == 0
             lanes = Lanes(
                 tile.r, tile.c, mt, scheme.blocks, even, depth=tile.depth, groups=tile.groups, ring_x=tile.ring_x,
-                wait=f"cp.async.wait_group {tile.depth - 2}; // $0", sync=f"bar.sync $1, {32 * tile.groups}; // $0",
+                early=tile.early, cut=tile.cut, wait=f"cp.async.wait_group {tile.depth - 2}; // $0",
+                sync=f"bar.sync $1, {32 * tile.groups}; // $0",
             )  # fmt: skip
             code = code_of(scheme, bias, mt, "ring" if tile.ring_x else "even" if even else "odd")
         self.constants = (code, lanes, tile.warps)
         self.options = {"num_warps": tile.warps, "launch_pdl": True, **({"maxnreg": tile.registers} if tile.registers else {})}
-        self.programs = -(-tiles // (tile.r * tile.groups))
+        self.programs = -(-tiles // (tile.r * tile.groups)) * tile.cut
+        self.scratch = self.programs * tile.r * tile.groups * 128 * mt if tile.cut > 1 else 0
         self.numbers = (columns // 64 if tile.depth else units, tiles, scheme.groups, steps)
         self.tail = (*self.numbers, *self.constants)
+        self.space = (0, 0) if tile.depth else ()  # of a launch that adds nothing up with others
         self.new = _new()
         self.binary: _Binary | None = None
 
@@ -256,11 +261,14 @@ class _DecodePlan:
         m, k = x.shape
         n = self.spec.n
         y = self.new((m, n), (n, 1), x.dtype) if self.new else x.new_empty((m, n))
+        stream = _raw_stream(x.get_device())
+        space: tuple[Any, ...] = _workspace(x, self.scratch, stream) if self.scratch else self.space
         binary = self.binary or self.known(x.get_device())
         if binary is None:
             typed = (
                 x, words, _Typed(scale, "fp32" if scale.dtype == torch.float32 else "i32"), _Typed(zero, "i16"),
-                x if bias is None else bias, alpha, y, m, n, k, *self.numbers,
+                x if bias is None else bias, alpha, y,
+                *(_Typed(*part) for part in zip(space, ("fp32", "i32"), strict=False)), m, n, k, *self.numbers,
             )  # fmt: skip
             kernel = _triton().ring if self.constants[1].depth else _triton().decode
             key = (self.constants, self.options.get("maxnreg"), x.get_device())
@@ -269,10 +277,18 @@ class _DecodePlan:
         # Addresses: of a tensor the launcher would ask the driver what kind of memory it is, each time.
         arguments = (
             x.data_ptr(), words.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            alpha.data_ptr(), y.data_ptr(), m, n, k, *self.tail,
+            alpha.data_ptr(), y.data_ptr(), *space, m, n, k, *self.tail,
         )  # fmt: skip
-        binary(self.programs, _raw_stream(x.get_device()), arguments)
+        binary(self.programs, stream, arguments)
         return y
+
+    def input_maps(self, address: int) -> tuple[Any, ...]:
+        """The launcher's arguments for x."""
+        return (address,)
+
+    def output_maps(self, address: int) -> tuple[Any, ...]:
+        """The launcher's arguments for y."""
+        return (address,)
 
 
 class _WidePlan:
@@ -451,8 +467,9 @@ def plan_of(spec: LinearSpec, m: int, bias: bool, index: int) -> _DecodePlan | _
         assert isinstance(scheme, Scheme)
         if len(_plans) > 1 << 16:
             _plans.clear()
-        few = m <= DECODE_ROWS
-        plan = _plans[key] = _DecodePlan(spec, scheme, m, bias) if few else _WidePlan(spec, scheme, m, bias, _sms(index))
+        tile = few_tile(m, layout.padded(spec.n, spec.k)[0], spec.n, spec.k, scheme) if DECODE_ROWS < m <= RING_ROWS else None
+        few = m <= DECODE_ROWS or tile
+        plan = _plans[key] = _DecodePlan(spec, scheme, m, bias, tile) if few else _WidePlan(spec, scheme, m, bias, _sms(index))
     return plan
 
 

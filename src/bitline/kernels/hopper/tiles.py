@@ -13,10 +13,11 @@ FLAGS = 1024  # int32 of a launch, that count the parts of cut tiles
 
 
 class Decode(NamedTuple):
-    """Up to 16 rows of x. r: 16-row tiles of W of a warp. c: units of a warp's step. registers: a cap, 0 for none.
+    """Up to 32 rows of x. r: 16-row tiles of W of a warp. c: units of a warp's step. registers: a cap, 0 for none.
 
     depth: steps of the ring in shared memory, 0 for words in registers. groups: warps that share x, with r tiles each.
-    ring_x: x goes through the ring as well. swap: see `decode_device`; only with words in registers.
+    ring_x: x goes through the ring as well. swap: see `decode_device`; only with words in registers. early: see
+    `ring_device`. cut: programs that share K of the same rows.
     """
 
     r: int
@@ -27,17 +28,29 @@ class Decode(NamedTuple):
     groups: int = 1
     ring_x: bool = False
     swap: bool = False
+    early: bool = False
+    cut: int = 1
 
     def shared_bytes(self, scheme: Scheme, m: int) -> int:
         """Shared memory of a program: the ring, or the sums of its warps."""
-        mt = 1 if m <= 8 else 2
+        mt = -(-m // 8)
         sums = 512 * self.warps * self.r * mt
         if not self.depth:
             return sums
-        tables = (scheme.blocks * scheme.fine if scheme.fine > 1 else 1) if scheme.per else 0
-        tile = 512 * scheme.blocks * scheme.width // 4 + tables * ((64 if scheme.wide else 32) + (16 if scheme.zero else 0))
-        step = self.groups * self.r * tile + (1024 * mt * scheme.blocks if self.ring_x else 0)
+        blocks = 2 if scheme.per == 2 else scheme.blocks  # as `launch` sees to
+        tables = (blocks * scheme.fine if scheme.fine > 1 else 1) if scheme.per else 0
+        tile = 512 * blocks * scheme.width // 4 + tables * ((64 if scheme.wide else 32) + (16 if scheme.zero else 0))
+        step = self.groups * self.r * tile + (1024 * mt * blocks if self.ring_x else 0)
         return max(self.warps // self.groups * self.depth * -(-step // 128) * 128, sums)
+
+    def fitted(self, scheme: Scheme, m: int, each: int = 1) -> Decode | None:
+        """The same with as many steps as `each` programs on a multiprocessor have room for; None where two are too many."""
+        tile = self
+        while tile.shared_bytes(scheme, m) + 1024 > (SHARED + 1024) // each:
+            if tile.depth <= 2:
+                return None
+            tile = tile._replace(depth=tile.depth - 1)
+        return tile._replace(early=tile.early and tile.depth > 2)
 
 
 class Wide(NamedTuple):
@@ -86,49 +99,129 @@ class Wide(NamedTuple):
         return tile
 
 
-def _timed(few: bool, waves: float, blocks: int, even: bool) -> Decode | None:
-    """The fastest of some sixty tiles at nine layers, where it was not the one of the rules below; symmetric 4 bits, groups of
-    128 columns, bfloat16. few: up to 8 rows."""
-    if waves <= 0.5 or waves > 16 or blocks < 64:
-        return None
-    if waves <= 1.0:
-        if few:
-            return Decode(1, 1, 16, 0, 3, 2, True) if blocks <= 80 or not even else Decode(1, 1, 16, 0, 2)
-        return Decode(2, 1, 16, swap=True) if even else Decode(1, 1, 8, 0, 4, 2, True)
-    if not even:
-        return Decode(2, 1, 8, 0, 4, 2, True) if few else Decode(2, 1, 16, 0, 2, 4, True)
-    if waves <= 1.3:
-        return Decode(1, 1, 8) if few else Decode(2, 1, 8, 0, 2)
-    if few:
-        return None
-    if waves <= 2.5:
-        return Decode(1, 1, 16, 0, 3, 4, True) if waves > 1.7 and blocks <= 256 else None
-    return Decode(1, 1, 8, 0, 3, 4, True) if waves > 5 and blocks >= 128 else Decode(2, 1, 4, 0, 3, 2, True)
+class _Few(NamedTuple):
+    """A tile through the ring: programs on a multiprocessor (0: one after the other), us, and ns for each of its multiprocessor's
+    units of 16 rows and 128 columns."""
+
+    tile: Decode
+    each: int
+    fixed: float
+    unit: float
+
+
+def _ring(r: int, groups: int, warps: int, depth: int, early: bool = True, cut: int = 1) -> Decode:
+    return Decode(r, 1, warps, 0, depth, groups, True, early=early and depth > 2, cut=cut)
+
+
+# By 8-row tiles of x; the fastest of two hundred tiles where they had just as many programs, lines through one to three timings
+# each, with symmetric 4 bits in groups of 128 columns.
+_FEW = {
+    1: (
+        _Few(_ring(3, 1, 8, 3), 1, 2.8, 25.5),
+        _Few(_ring(5, 1, 8, 2), 1, 2.8, 29.2),
+        _Few(_ring(7, 1, 8, 2), 1, 2.8, 30.6),
+    ),
+    2: (
+        _Few(_ring(2, 1, 4, 4), 1, 0.97, 65.0),
+        _Few(_ring(1, 2, 8, 4), 1, 1.5, 56.5),
+        _Few(_ring(3, 1, 8, 2), 1, 2.8, 39.6),
+        _Few(_ring(1, 4, 16, 3), 1, 1.76, 42.0),
+        _Few(_ring(2, 2, 8, 3), 1, 2.3, 40.4),
+        _Few(_ring(5, 1, 4, 3), 1, 2.8, 39.8),
+        _Few(_ring(3, 2, 8, 3), 1, 2.8, 33.4),
+        _Few(_ring(2, 4, 8, 4), 1, 2.8, 35.2),
+        _Few(_ring(5, 2, 8, 3), 1, 2.8, 34.9),
+        _Few(_ring(2, 2, 4, 3, False), 2, 2.8, 36.2),
+        _Few(_ring(3, 2, 4, 4), 2, 2.8, 34.6),
+        _Few(_ring(7, 1, 4, 2), 2, 2.8, 37.1),
+        _Few(_ring(2, 4, 8, 3, False), 2, 2.8, 34.6),
+        _Few(_ring(7, 2, 4, 3), 2, 2.8, 35.9),
+        _Few(_ring(3, 4, 8, 3), 0, 2.8, 35.5),
+        _Few(_ring(2, 4, 8, 3), 0, 2.8, 37.0),
+        _Few(_ring(2, 4, 8, 3, cut=4), 2, 3.6, 37.3),
+    ),
+    3: (
+        _Few(_ring(2, 1, 4, 3), 1, 1.1, 76.5),
+        _Few(_ring(1, 2, 8, 4, False), 1, 1.6, 67.5),
+        _Few(_ring(3, 1, 4, 3), 1, 2.6, 54.6),
+        _Few(_ring(2, 2, 8, 2), 1, 2.1, 49.8),
+        _Few(_ring(5, 1, 4, 2), 1, 2.8, 48.5),
+        _Few(_ring(2, 4, 8, 3), 1, 2.8, 41.1),
+        _Few(_ring(7, 2, 8, 2), 1, 2.8, 48.6),
+        _Few(_ring(2, 4, 16, 2, cut=4), 1, 2.8, 51.8),
+        _Few(_ring(2, 4, 8, 2, cut=4), 2, 4.5, 44.5),
+        _Few(_ring(1, 2, 8, 3, cut=4), 1, 2.8, 83.0),
+    ),
+    4: (
+        _Few(_ring(1, 1, 8, 2), 1, 1.43, 127.5),
+        _Few(_ring(2, 1, 8, 2), 1, 1.25, 96.0),
+        _Few(_ring(1, 2, 8, 3, cut=4), 1, 2.8, 117.0),
+    ),
+}
+
+
+def _cheapest(m: int, tiles: int, blocks: int, scheme: Scheme, sms: int) -> tuple[float, Decode | None]:
+    """(us, tile) of the cheapest tile through the ring; infinity where none is for so many rows of W."""
+    best: tuple[float, Decode | None] = (math.inf, None)
+    units = -(-blocks // 2)
+    for kind in _FEW[-(-m // 8)]:
+        tile = kind.tile.fitted(scheme, m, kind.each or 2)
+        size = kind.tile.r * kind.tile.groups
+        if tile is None or size > tiles:
+            continue
+        programs = -(-tiles // size) * tile.cut
+        shares = tile.warps // tile.groups
+        rounds: float = -(-programs // sms)
+        if kind.each == 0:
+            if rounds < 3:
+                continue
+            rounds = programs / sms + 2 / 3
+        elif rounds != kind.each or units < shares * tile.cut:
+            continue
+        us = kind.fixed + 1e-3 * kind.unit * rounds * size * shares * -(-units // (shares * tile.cut))
+        if us < best[0]:
+            best = (us, tile)
+    return best
+
+
+def few_tile(m: int, tiles: int, n: int, k: int, scheme: Scheme, sms: int = 132) -> Decode | None:
+    """The tile for 17 to 32 rows of x, where it is cheaper than any for more."""
+    us, tile = _cheapest(m, tiles, -(-k // 64), scheme, sms)
+    if scheme.fine == 1 and scheme.per % 2:
+        us *= 1.25  # units of 64 columns
+    wide = wide_tile(m, n, k, sms)
+    return tile if us < _cost(wide, _COSTS[wide._replace(p=0)], m, n, k) else None
 
 
 @functools.lru_cache(maxsize=4096)
-def decode_tile(m: int, tiles: int, blocks: int, scheme: Scheme, bias: bool, even: bool, sms: int = 132) -> Decode:
-    """For `tiles` 16-row tiles of W and `blocks` of 64 columns; even: K is a multiple of 128.
+def decode_tile(m: int, tiles: int, blocks: int, scheme: Scheme, even: bool, sms: int = 132) -> Decode:
+    """For up to 16 rows of x, `tiles` 16-row tiles of W and `blocks` of 64 columns; even: K is a multiple of 128.
 
-    As many warps a program as one wave of programs leaves room for; `_timed` first.
+    Words in registers where they come as fast, as many warps a program as one wave of programs leaves room for; else the
+    cheapest tile through the ring.
     """
-    waves = tiles / (2 * sms)  # of programs with two tiles, one for each multiprocessor
-    if scheme.usual and not bias:
-        tile = _timed(m <= 8, waves, blocks, even)
-        if tile:
-            return tile
-    units = blocks // scheme.blocks
+    few, waves = m <= 8, tiles / (2 * sms)  # waves: of programs with two tiles, one for each multiprocessor
     plain = scheme.width == 4 and scheme.fine == 1  # few registers
     if waves <= 0.5:
-        return Decode(1, 2, 16) if m <= 8 and plain else Decode(1, 1, 16)
-    if waves <= 1.0:
-        if m > (8 if scheme.blocks == 1 else 4) or units * scheme.blocks > 80:
-            return Decode(2, 1, 16)
-        return Decode(1, 1, 16) if not plain else Decode(2, 1, 16) if scheme.wide or scheme.zero else Decode(1, 2, 16)
+        return Decode(1, 2, 16) if few and plain else Decode(1, 1, 16)
+    found: Decode | None = None
+    if not few:
+        if waves > 1 or not even or blocks < 64:
+            found = _cheapest(m, tiles, blocks, scheme, sms)[1]
+        if not found and waves <= 1:
+            return Decode(2, 1, 16, swap=plain and scheme.blocks == 2 and even)
+        return found or Decode(2, 1, 8 if waves <= 2.5 else 4, 128 if scheme.blocks == 2 or waves <= 2.5 else 72)
+    if waves <= 1:
+        found = Decode(1, 1, 16, 0, 2) if scheme.usual and even and blocks > 80 else _ring(1, 2, 16, 3, False).fitted(scheme, m)
+        return found or Decode(1, 1, 16)
+    if waves <= 1.5 or 2 < waves <= (3.5 if even else 2.5):
+        found = _cheapest(m, tiles, blocks, scheme, sms)[1]
+    elif not even:
+        found = _ring(2, 2, 8, 4, False).fitted(scheme, m)
+    if found:
+        return found
     if waves <= 2.5:
-        return Decode(2, 2 if m <= 8 and plain and units >= 128 else 1, 8, 128)
-    if m > 8:
-        return Decode(2, 1, 4, 72 if scheme.blocks == 1 else 128)
+        return Decode(2, 2 if plain and blocks // scheme.blocks >= 128 else 1, 8, 128)
     if scheme.width == 8:
         return Decode(1, 2, 4)
     return Decode(2, 1, 4, 0 if scheme.bias else 72)
