@@ -111,10 +111,10 @@ def test_rows_of_every_bucket():
     weight = lossless_weight(BASE.replace(n=20))
     for m in (9, 16, 33, 129, 257):
         check_exact(_apply(weight, x := lossless_inputs(m, weight.spec)), x, weight)
-    for kind in (types.uint3b4, types.nf4):  # of which panels are dequantized from 65 rows on
+    for kind, most in ((types.uint3b4, 64), (types.nf4, 128), (types.uint6b32, 128)):  # above it panels are dequantized
         weight = lossless_weight(BASE.replace(n=20, weight=kind))
-        assert fused_limit(torch.bfloat16, layout_of(weight.spec), False) == 64
-        for m in (64, 65):
+        assert fused_limit(torch.bfloat16, layout_of(weight.spec), False) == most
+        for m in (most, most + 1):
             check_exact(_apply(weight, x := lossless_inputs(m, weight.spec)), x, weight)
 
 

@@ -39,7 +39,7 @@ class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
 
     backend = "deep_gemm"
     priority = 5
-    measured: ClassVar[tuple[str, ...]] = ()
+    measured: ClassVar[tuple[str, ...]] = ("sm90",)
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
@@ -84,7 +84,7 @@ class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLin
 
     backend = "flashinfer_deepgemm"
     priority = 8
-    measured: ClassVar[tuple[str, ...]] = ()
+    measured: ClassVar[tuple[str, ...]] = ("sm90",)
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:

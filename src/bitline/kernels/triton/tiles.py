@@ -52,12 +52,18 @@ class Machine(NamedTuple):
 def fused_limit(dtype: torch.dtype, layout: Layout, fma: bool) -> int:
     """The most rows of x for which the fused kernel is faster than dequantizing to scratch and torch's product.
 
-    Codes in two places and tables are decoded once more for each tile of rows, which takes longer than panels do (28672x4096,
-    M=256 on an H200: 340 us for 3 bits, 395 for NF4). fma: see Machine; torch has matrix instructions there.
+    Codes in two places and tables are decoded once more for each tile of 128 rows, which takes longer than panels do from the
+    second on, and for 3 bits from 65 rows on (28672x4096 on an H200, fused and panels: NF4 207 and 269 us at 128 rows, 432 and
+    275 at 160; 6 bits 116 and 186, 253 and 194; 3 bits 85 at 64, 233 and 164 at 65). fma: see Machine; torch has matrix
+    instructions there.
     """
     if dtype == torch.float32:
         return 32
-    return 8 if fma else 64 if layout.high or layout.table else 256
+    if fma:
+        return 8
+    if layout.high and layout.bits == 2:
+        return 64
+    return 128 if layout.high or layout.table else 256
 
 
 @functools.lru_cache(maxsize=4096)

@@ -63,13 +63,20 @@ class TritonWeightOnlyKernel(Kernel):
         flops, rate = 2.0 * m * spec.n * spec.k, matmul_rate(spec, platform)
         if m > fused_limit(spec.act_dtype, layout.layout_of(spec), fma):
             scratch = spec.act_dtype.itemsize * spec.n * spec.k
-            return (size + scratch) / (0.8 * rates.bandwidth) + flops / (0.87 * rate) + 2 * rates.launch
-        once = max(size / (0.7 * rates.bandwidth), flops / (0.43 * (rates.fp32 if fma else rate)))
+            product = max(flops / (0.87 * rate), scratch / (0.85 * rates.bandwidth))
+            return cls._dequantizing(spec) * (size + scratch) / (0.8 * rates.bandwidth) + product + 2 * rates.launch
+        tile = 2.0 * (1 << (m - 1).bit_length()) * spec.n * spec.k  # rows of a tile are a power of two
+        once = max(size / (0.7 * rates.bandwidth), tile / (0.43 * (rates.fp32 if fma else rate)))
         return cls._decoding(spec) * once + 1.5 * rates.launch
 
     @classmethod
     def _decoding(cls, spec: LinearSpec) -> float:
         """How many times longer than 4-bit integers its codes take."""
+        return 1.0
+
+    @classmethod
+    def _dequantizing(cls, spec: LinearSpec) -> float:
+        """How many times longer than 4-bit integers its panels take to make."""
         return 1.0
 
     @classmethod
@@ -93,6 +100,11 @@ class TritonW4A16LinearKernel(TritonWeightOnlyKernel):
     def _decoding(cls, spec: LinearSpec) -> float:
         """As measured on an H200, at 4096x4096 and 28672x4096."""
         return 2.6 if spec.weight.kind == "table" else 2.0 if spec.weight.bits == 3 else 1.0
+
+    @classmethod
+    def _dequantizing(cls, spec: LinearSpec) -> float:
+        """As measured on an H200, at 4096x4096 and 28672x4096."""
+        return 2.4 if spec.weight.kind == "table" else 1.25 if spec.weight.bits == 3 else 1.0
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
