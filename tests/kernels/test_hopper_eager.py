@@ -50,6 +50,13 @@ def test_the_same_launch(alike, shape, kind):
     assert found is not None and found == want
 
 
+def test_few_rows_whose_programs_share_k(alike):
+    spec = SPEC.replace(n=1024, k=4096)
+    assert launch.plan_of(spec, 24, False, -1).tile.cut > 1
+    found, want, _ = alike(spec, None, torch.ones(24, 4096).bfloat16())
+    assert found == want and all(found[11:14])  # y, the parts and their flags
+
+
 @pytest.mark.parametrize("spec", [SPEC.replace(k=520, act_order=True), SPEC.replace(k=129, block=(1, 129))], ids=["order", "odd"])
 def test_layers_that_take_more_than_one_launch(alike, spec):
     found, _, bound = alike(spec, None, torch.ones(4, spec.k).bfloat16())

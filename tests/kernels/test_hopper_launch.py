@@ -103,6 +103,14 @@ def test_decode_passes_addresses(device):
     assert device.calls[-1][5:15] == (x.data_ptr(), *(t.data_ptr() for t in weight[:3]), 0, 0, y.data_ptr(), 4, 200, 576)
 
 
+def test_the_ring_passes_no_workspace_where_programs_share_nothing(device):
+    plan = launch._DecodePlan(SPEC, scheme_of(SPEC), 12, False, tiles.Decode(3, 1, 8, 0, 2, 1, True))
+    x, weight = torch.ones(12, 520).bfloat16(), packed(1)
+    plan(x, weight, None)
+    y = plan(x, weight, None)
+    assert device.calls[-1][5:17] == (x.data_ptr(), *(t.data_ptr() for t in weight[:3]), 0, 0, y.data_ptr(), 0, 0, 12, 200, 520)
+
+
 def test_tensors_elsewhere_are_refused():
     with pytest.raises(InputError, match="another device"):
         launch.run(torch.ones(1, 520).bfloat16(), packed(1), None, SPEC)
