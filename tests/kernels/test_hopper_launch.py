@@ -110,7 +110,9 @@ def test_the_ring_passes_no_workspace_where_programs_share_nothing(device):
     x, weight = torch.ones(12, 520).bfloat16(), packed(1)
     plan(x, weight, None)
     y = plan(x, weight, None)
-    assert device.calls[-1][5:17] == (x.data_ptr(), *(t.data_ptr() for t in weight[:3]), 0, 0, y.data_ptr(), 0, 0, 12, 200, 520)
+    assert device.calls[-1][5:17] == (
+        x.data_ptr(), *(t.data_ptr() for t in weight[:3]), 0, weight[3].data_ptr(), y.data_ptr(), 0, 0, 12, 200, 520
+    )  # fmt: skip
 
 
 def test_tensors_elsewhere_are_refused():
