@@ -36,7 +36,7 @@ def shapes(rows: list[dict[str, Any]]) -> None:
 
 
 def schemes(rows: list[dict[str, Any]], n: int, k: int) -> None:
-    """A line for each scheme, humming's time in brackets where it was timed."""
+    """A line for each scheme, humming's time in brackets where it was timed; rows of an earlier commit say so."""
     print(f"\n| {n}×{k} | " + " | ".join(("M=" if m == 1 else "") + str(m) for m in FEW) + " |")
     print("|---" * (len(FEW) + 1) + "|")
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
@@ -45,7 +45,8 @@ def schemes(rows: list[dict[str, Any]], n: int, k: int) -> None:
             cells = []
             for row in (found[m] for m in FEW if m in found):
                 cells.append(figure(row["us"]) + (f" ({figure(row['humming'])})" if row.get("humming") else ""))
-            print(f"| {scheme} | " + " | ".join(cells) + " |")
+            then = ", ".join(sorted({row["commit"][:7] for row in found.values() if "commit" in row}))
+            print(f"| {scheme}{f' ({then})' if then else ''} | " + " | ".join(cells) + " |")
 
 
 def ratios(label: str, rows: Iterable[dict[str, Any]], ratio: Callable[[dict[str, Any]], float | None], bar: float) -> None:
