@@ -287,9 +287,9 @@ def _programs(total: int, sms: int, tile: Wide) -> list[int]:
     even = next((p for p in range(slots, slots * 3 // 4, -1) if total % p == 0), 0)
     alike = total * (slots // total)
     power = tile.each << (sms.bit_length() - 1)
-    best = [p for p in (even, alike) if p >= 0.95 * slots]
-    room = FLAGS // (tile.nb * (4 if tile.halves else 1)) + 1  # the last tile is never cut
-    return list(dict.fromkeys(p for p in best or (even, alike, slots, power) if 0 < p <= room))
+    flags = tile.nb * (4 if tile.halves else 1)  # of a cut tile
+    best = [p for p in (even, alike) if p >= 0.95 * slots and total % p * flags <= FLAGS]
+    return list(dict.fromkeys(best or (p for p in (even, alike, slots, power) if 0 < p <= FLAGS // flags + 1)))
 
 
 def _cost(tile: Wide, cost: _Cost, m: int, n: int, k: int) -> float:
