@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bitline import bits, types
+from bitline.errors import InputError
 from bitline.kernels.hopper import launch, layout
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel, _folded
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
@@ -181,6 +182,13 @@ def test_integers_are_scaled_as_bits_of_bfloat16(at, bits, top):
     found = (number * scaled + minus).float().bfloat16().double() * alpha
     want = ((codes - middle) * scale.double()).float().bfloat16().double()
     assert torch.equal(found, want)
+
+
+def test_scales_that_would_leave_the_range_are_refused():
+    plain, power, alpha = _folded(torch.tensor([2.0**120]), torch.ones(1), 133).tolist()
+    assert (plain, power, alpha) == (1, 2.0**6, 2.0**127)
+    with pytest.raises(InputError, match=r"2\*\*121"):
+        _folded(torch.tensor([1.0, -(2.0**121)]), torch.ones(1), 133)
 
 
 @pytest.mark.parametrize(

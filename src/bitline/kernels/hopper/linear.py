@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.hopper import layout
 from bitline.kernels.hopper.eager import Bound
@@ -163,7 +164,11 @@ def _folded(scale: Tensor, alpha: Tensor, unit: int) -> Tensor:
     """alpha, the largest 2**F with which every scale is below 2**127, at most 2**127, and alpha * 2**(unit - F)."""
     finite = scale[scale.isfinite()].abs()
     top = float(finite.max()) if finite.numel() else 0.0
-    power = 127 - max(0, min(math.frexp(top)[1], 121))
+    exponent = math.frexp(top)[1]
+    if exponent > 121:
+        what = f"a scale of {top:.3g}: GluonHopperLinearKernel takes scales below 2**121"
+        raise InputError(f"{what}. Look at the checkpoint, or ask for another kernel, such as kernel='TritonW4A16LinearKernel'.")
+    power = 127 - max(0, exponent)
     return torch.cat((alpha.double(), alpha.new_tensor([2.0**power]).double(), alpha.double() * 2.0 ** (unit - power))).float()
 
 
