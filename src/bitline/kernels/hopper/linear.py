@@ -103,7 +103,7 @@ class GluonHopperLinearKernel(Kernel):
         rates = platform.rates
         size = cls.packed_bytes(spec) + m * (spec.n + spec.k) * 2
         flops = 2.0 * m * spec.n * spec.k
-        share = 0.9 if m <= 16 else 0.55 if m <= 128 else 0.85
+        share = 0.9 if m <= 16 else 0.65 if m <= 128 else 0.9 if m <= 512 else 1.0
         return max(size / (0.9 * rates.bandwidth), flops / (share * rates.bf16)) + rates.launch
 
     @classmethod
