@@ -166,7 +166,7 @@ def test_few_rows_cut_along_k_on_two_streams_and_in_two_graphs():
 
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 65, 97, 129, 200, 257, 300, 1000, 2049])
 def test_rows_on_layers_of_several_shapes(m):
-    for n, k in ((4096, 4096), (1024, 4096), (10240, 2048), (2053, 4304)):
+    for n, k in ((4096, 4096), (1024, 4096), (10240, 2048), (2053, 4304), (4104, 4160)):
         spec = BASE.replace(n=n, k=k)
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
             weight = make(spec, 1, "cuda")
