@@ -107,7 +107,7 @@ def roofline() -> None:
         axis.plot(*zip(*points, strict=True), mark, color=colour, label=label, markersize=3.5, alpha=0.75, linewidth=0)
     edge = RATE / READ
     axis.plot([1, edge, 1e4], [READ / 1e12, RATE / 1e12, RATE / 1e12], color=LIMIT, linewidth=1)
-    axis.text(1.3, 1.6 * READ / 1e12 * 1.3, f"{READ / 1e12:.2f} TB/s", rotation=36, fontsize=8, color=LIMIT)
+    axis.text(1.3, 2.08 * READ / 1e12, f"{READ / 1e12:.2f} TB/s", rotation=36, fontsize=8, color=LIMIT)
     axis.text(1.2 * edge, 1.12 * RATE / 1e12, f"{RATE / 1e12:.0f} TFLOP/s in bf16", fontsize=8, color=LIMIT)
     axis.set_xscale("log")
     axis.set_yscale("log")

@@ -133,6 +133,31 @@ def test_every_kind_of_tile_with_every_scheme(spec, tile):
             judge(run_tile(tile, weight, x, bias), x, weight)
 
 
+def side_by_side(call, xs, rounds=20, calls=5, replays=10):
+    """Each x on a stream of its own, and then in a captured graph of several calls, gives what it gives alone."""
+    want = [call(x) for x in xs]
+    streams, graphs = [torch.cuda.Stream() for _ in xs], []
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        found = []
+        for stream, x in zip(streams, xs, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(call(x))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    for x in xs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = [call(x) for _ in range(calls)]
+        graphs.append((graph, out))
+    for _ in range(replays):
+        for stream, (graph, _out) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
+
+
 def test_few_rows_cut_along_k_on_two_streams_and_in_two_graphs():
     spec = BASE.replace(n=1024, k=4096)
     weight = packed(random_weight(spec, 1, "cuda"))
@@ -140,28 +165,7 @@ def test_few_rows_cut_along_k_on_two_streams_and_in_two_graphs():
         for m in (8, 16, 23, 32):
             plan = few_plan(tile, spec, m)
             assert plan.scratch
-            xs = [inputs(m, spec, seed, "cuda") for seed in (1, 2)]
-            want = [plan(x, weight, None) for x in xs]
-            streams, graphs = [torch.cuda.Stream() for _ in xs], []
-            torch.cuda.synchronize()
-            for _ in range(20):
-                found = []
-                for stream, x in zip(streams, xs, strict=True):
-                    with torch.cuda.stream(stream):
-                        found.append(plan(x, weight, None))
-                torch.cuda.synchronize()
-                assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
-            for x in xs:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    out = [plan(x, weight, None) for _ in range(5)]
-                graphs.append((graph, out))
-            for _ in range(10):
-                for stream, (graph, _out) in zip(streams, graphs, strict=True):
-                    with torch.cuda.stream(stream):
-                        graph.replay()
-                torch.cuda.synchronize()
-                assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
+            side_by_side(lambda x, plan=plan: plan(x, weight, None), [inputs(m, spec, seed, "cuda") for seed in (1, 2)])
 
 
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 65, 97, 129, 200, 257, 300, 1000, 2049])
@@ -177,29 +181,7 @@ def test_rows_on_layers_of_several_shapes(m):
 def test_cut_tiles_on_two_streams_and_in_two_graphs():
     weight = random_weight(BASE.replace(n=4096, k=4096), 1, "cuda")
     layer = QuantLinear(weight, kernel="GluonHopperLinearKernel")
-    xs = [inputs(64, layer.spec, seed, "cuda") for seed in (1, 2)]
-    want = [layer(x) for x in xs]
-    streams = [torch.cuda.Stream() for _ in xs]
-    torch.cuda.synchronize()
-    for _ in range(100):
-        found = []
-        for stream, x in zip(streams, xs, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(layer(x))
-        torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
-    graphs = []
-    for x in xs:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = [layer(x) for _ in range(10)]
-        graphs.append((graph, out))
-    for _ in range(30):
-        for stream, (graph, _out) in zip(streams, graphs, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
+    side_by_side(layer, [inputs(64, layer.spec, seed, "cuda") for seed in (1, 2)], rounds=100, calls=10, replays=30)
 
 
 @pytest.mark.parametrize(
@@ -211,28 +193,7 @@ def test_each_cut_tile_on_two_streams_and_in_two_graphs(shape):
     m = shape.bm + shape.bm2 + 7
     plan = launch._WidePlan(spec, scheme_of(spec), m, False, 132, shape._replace(p=29))
     assert plan.scratch
-    xs = [inputs(m, spec, seed, "cuda") for seed in (1, 2)]
-    want = [plan(x, weight, None) for x in xs]
-    streams, graphs = [torch.cuda.Stream() for _ in xs], []
-    torch.cuda.synchronize()
-    for _ in range(20):
-        found = []
-        for stream, x in zip(streams, xs, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(plan(x, weight, None))
-        torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
-    for x in xs:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = [plan(x, weight, None) for _ in range(5)]
-        graphs.append((graph, out))
-    for _ in range(10):
-        for stream, (graph, _out) in zip(streams, graphs, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
+    side_by_side(lambda x: plan(x, weight, None), [inputs(m, spec, seed, "cuda") for seed in (1, 2)])
 
 
 @pytest.mark.parametrize("m", [1, 6, 16, 24, 40, 300])
