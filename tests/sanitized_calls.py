@@ -16,13 +16,13 @@ import sys
 
 import torch
 
-from bitline import bits, memory, native, types
-from bitline.formats import _words
-from bitline.formats.gguf_blocks import BLOCKS, Planes
-from bitline.formats.gguf_blocks import SIZES as BLOCK_SIZES
-from bitline.kernels.native_cpu import OP
-from bitline.kernels.native_cpu import CPUWNA16LinearKernel as Kernel
-from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel
+from bitline import bitstream, memory, native, types
+from bitline.formats.common import packed_int32
+from bitline.formats.gguf.blocks import BLOCKS, Planes
+from bitline.formats.gguf.blocks import SIZES as BLOCK_SIZES
+from bitline.kernels.cpu.native_cpu import OP
+from bitline.kernels.cpu.native_cpu import CPUWNA16LinearKernel as Kernel
+from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
 from bitline.testing import check
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import inputs, random_spec, random_weight
@@ -92,23 +92,23 @@ def repacking(r: random.Random) -> None:
         for columns in r.sample(SIZES, 4):
             extra = r.randrange(4)
             words = random_words(rows, columns, extra)
-            _words.transpose_words(words)
-            _words.awq_codes(words, 8 * columns)
+            packed_int32.transpose_words(words)
+            packed_int32.awq_codes(words, 8 * columns)
             for width in (1, 2, 4, 8):
-                _words.ordered_words(words, width, placed(torch.randperm(rows * 32 // width).int()))
+                packed_int32.ordered_words(words, width, placed(torch.randperm(rows * 32 // width).int()))
             for width in range(1, 8):
                 if columns * 32 % width == 0:
                     n = columns * 32 // width
                     for minus_one in (False, True):
-                        _words.zero_points(words, width, n, minus_one=minus_one)
+                        packed_int32.zero_points(words, width, n, minus_one=minus_one)
                         if n % 8 == 0:
-                            _words.zero_points(words, width, n, minus_one=minus_one, interleaved=True)
-                stream = apart(random_bytes(rows, bits.row_bytes(columns, width) + extra), extra)
-                codes = bits.unpack(stream, width, columns)
+                            packed_int32.zero_points(words, width, n, minus_one=minus_one, interleaved=True)
+                stream = apart(random_bytes(rows, bitstream.row_bytes(columns, width) + extra), extra)
+                codes = bitstream.unpack(stream, width, columns)
                 assert int(codes.max()) < 1 << width
-                assert torch.equal(bits.unpack(bits.pack(codes, width), width, columns), codes)
-                bits.take(stream, width, columns, placed(torch.randint(columns, (r.choice(SIZES),))))
-            bits.take(random_bytes(rows, columns), 8, columns, placed(torch.randint(columns, (5,))))
+                assert torch.equal(bitstream.unpack(bitstream.pack(codes, width), width, columns), codes)
+                bitstream.take(stream, width, columns, placed(torch.randint(columns, (r.choice(SIZES),))))
+            bitstream.take(random_bytes(rows, columns), 8, columns, placed(torch.randint(columns, (5,))))
             for dtype in (torch.uint8, torch.bfloat16, torch.float32):
                 native.transposed(apart(placed(torch.zeros(rows, columns + extra, dtype=dtype)), extra))
     for n in (0, *SIZES, 4097, (1 << 18) + 3):
@@ -123,7 +123,7 @@ def gguf(r: random.Random) -> None:
             count = r.choice((1, 2, 3, 5))
             blocks = random_bytes(rows, count * size).view(rows, count, size)
             k = count * kind.codes.size
-            out = empty(rows, bits.row_bytes(k, kind.codes.bits), dtype=torch.uint8)
+            out = empty(rows, bitstream.row_bytes(k, kind.codes.bits), dtype=torch.uint8)
             assert kind.codes.read(blocks, out) and torch.equal(out, kind.codes(blocks))
 
 

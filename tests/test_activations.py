@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from bitline import ActSpec, InputError, quantize, types
-from bitline.activations import fake_quantize, mx_exponent, quantize_input, round_to
+from bitline.act_quant import fake_quantize, mx_exponent, quantize_input, round_to
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = json.loads((FIXTURES / "quantize_ct.json").read_text())["inputs"]

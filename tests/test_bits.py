@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitline import bits
+from bitline import bitstream
 
 WIDTHS = range(1, 9)
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(0, 2**31))
@@ -27,8 +27,8 @@ def stream(row, width):
 def test_pack_is_a_little_endian_bit_stream(width, shape):
     n, k, seed = shape
     codes = codes_of(n, k, width, seed)
-    packed = bits.pack(codes, width)
-    assert packed.shape == (n, bits.row_bytes(k, width))
+    packed = bitstream.pack(codes, width)
+    assert packed.shape == (n, bitstream.row_bytes(k, width))
     assert packed.tolist() == [stream(row, width) for row in codes.tolist()]
 
 
@@ -38,13 +38,13 @@ def test_pack_is_a_little_endian_bit_stream(width, shape):
 def test_round_trip_ignores_the_tail_and_strides(width, shape):
     n, k, seed = shape
     codes = codes_of(n, k, width, seed)
-    packed = bits.pack(codes, width)
+    packed = bitstream.pack(codes, width)
     wide = torch.full((n, packed.shape[1] + 3), 0xFF, dtype=torch.uint8)  # rows that are strided, with bytes past the end
     wide[:, : packed.shape[1]] = packed
     tail = 8 * packed.shape[1] - k * width
     wide[:, packed.shape[1] - 1] |= (0xFF >> (8 - tail)) << (8 - tail) if tail else 0
-    assert torch.equal(bits.unpack(wide, width, k), codes)
-    assert torch.equal(bits.unpack(wide[:, : packed.shape[1]], width, k), codes)
+    assert torch.equal(bitstream.unpack(wide, width, k), codes)
+    assert torch.equal(bitstream.unpack(wide[:, : packed.shape[1]], width, k), codes)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -53,34 +53,34 @@ def test_round_trip_ignores_the_tail_and_strides(width, shape):
 def test_narrow_and_take(width, shape, data):
     n, k, seed = shape
     codes = codes_of(n, k, width, seed)
-    packed = bits.pack(codes, width)
+    packed = bitstream.pack(codes, width)
     start = data.draw(st.integers(0, k - 1))
     stop = data.draw(st.integers(start + 1, k))
-    cut = bits.narrow(packed, width, start, stop)
-    assert torch.equal(bits.unpack(cut, width, stop - start), codes[:, start:stop])
+    cut = bitstream.narrow(packed, width, start, stop)
+    assert torch.equal(bitstream.unpack(cut, width, stop - start), codes[:, start:stop])
     index = torch.tensor(data.draw(st.lists(st.integers(0, k - 1), min_size=1, max_size=40)))
-    taken = bits.take(packed, width, k, index)
-    assert taken.shape[1] == bits.row_bytes(len(index), width)
-    assert torch.equal(bits.unpack(taken, width, len(index)), codes[:, index])
+    taken = bitstream.take(packed, width, k, index)
+    assert taken.shape[1] == bitstream.row_bytes(len(index), width)
+    assert torch.equal(bitstream.unpack(taken, width, len(index)), codes[:, index])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_high_bits_of_a_byte_are_dropped(width):
     codes = codes_of(3, 21, width, 5)
     noisy = codes | (0xFF << width & 0xFF)
-    assert torch.equal(bits.pack(noisy, width), bits.pack(codes, width))
+    assert torch.equal(bitstream.pack(noisy, width), bitstream.pack(codes, width))
 
 
 def test_a_cut_on_a_byte_is_a_view():
-    packed = bits.pack(codes_of(4, 64, 4, 1), 4)
-    assert bits.narrow(packed, 4, 2, 64).data_ptr() == packed.data_ptr() + 1
-    assert bits.narrow(packed, 4, 1, 64).data_ptr() != packed.data_ptr()
+    packed = bitstream.pack(codes_of(4, 64, 4, 1), 4)
+    assert bitstream.narrow(packed, 4, 2, 64).data_ptr() == packed.data_ptr() + 1
+    assert bitstream.narrow(packed, 4, 1, 64).data_ptr() != packed.data_ptr()
 
 
 @pytest.mark.parametrize("width", [3, 4])
 def test_chunks_of_rows_change_nothing(width, monkeypatch):
-    packed = bits.pack(codes_of(23, 50, width, 2), width)
+    packed = bitstream.pack(codes_of(23, 50, width, 2), width)
     index = torch.randperm(50)
-    whole = bits.take(packed, width, 50, index)
-    monkeypatch.setattr(bits, "ROW_CHUNK_BYTES", 100)
-    assert bits.rows_per_chunk(50) == 2 and torch.equal(bits.take(packed, width, 50, index), whole)
+    whole = bitstream.take(packed, width, 50, index)
+    monkeypatch.setattr(bitstream, "ROW_CHUNK_BYTES", 100)
+    assert bitstream.rows_per_chunk(50) == 2 and torch.equal(bitstream.take(packed, width, 50, index), whole)

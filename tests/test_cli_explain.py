@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bitline import types
-from bitline.cli import doctor, explain, explain_show, main, packages, render
+from bitline.cli import console, doctor, explain, explain_show, main, packages, render
 from bitline.kernels import registry
 from bitline.platform import PACKAGES, Platform
 from bitline.select import Policy, choose
@@ -27,13 +27,13 @@ def report(name, platform, policy=None, tp=1, **more):
 
 
 def text(made, width=80, show=explain_show.show, **more):
-    said, before = io.StringIO(), main.out._width
-    main.out._width = width
+    said, before = io.StringIO(), console.out._width
+    console.out._width = width
     try:
         with contextlib.redirect_stdout(said):
             show(made, **more)
     finally:
-        main.out._width = before
+        console.out._width = before
     return said.getvalue()
 
 

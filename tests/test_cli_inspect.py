@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from bitline.checkpoint import open_checkpoint
 from bitline.cli import inspect, main, oddities
 from bitline.cli.inspect import inspect_report
-from bitline.formats.source import SafetensorsSource
+from bitline.formats.io.safetensors_source import SafetensorsSource
 
 FIXTURES = Path(__file__).parent / "fixtures" / "checkpoints"
 CHECKPOINTS = sorted(p.name for p in FIXTURES.iterdir() if p.is_dir())

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tiny
-from bitline import generate as module
 from bitline.errors import InputError
+from bitline.model import generate as module
 
 IDS = torch.tensor([[1, 5, 9, 33]])
 

@@ -1,42 +1,105 @@
-"""Layers of the package only point down."""
+"""Imports only point down: from folder to folder by rank, and from module to module without a cycle."""
 
 import ast
+import graphlib
 from pathlib import Path
 
-SRC = Path(__file__).parents[1] / "src" / "bitline"
+SRC = Path(__file__).parents[1] / "src"
 
-# Lower rank may not import higher rank. A folder's rank holds for every file in it unless the file has its own.
-RANK = {
-    "errors": -3, "env": -3, "native": -2, "memory": -1, "types": 0, "bits": 0, "platform": 1, "weight": 1,
-    "activations": 1, "rounding": 2, "formats": 2, "checkpoint": 3, "kernels": 2, "select": 3,
-    "linear": 4, "embedding": 4, "gguf_bridge": 4, "skeleton": 5, "step": 5, "parallel": 5, "models": 5, "testing": 5,
-    "model": 6, "verify": 7, "generate": 8, "conversion": 9, "cli": 10, "__main__": 11, "__init__": 11, "kernels.linear": 5,
-}  # fmt: skip
+# Lowest first. A module may import what stands in an earlier row, and its own entry. An entry is a module, or a folder with all
+# that lies in it but for what has an entry of its own.
+ROWS = (
+    ("version", "errors", "env"),
+    ("native",),
+    ("memory",),
+    ("types", "bitstream"),
+    ("platform", "weight", "act_quant"),
+    ("rtn", "formats.base", "kernels.base"),
+    ("formats.io",),
+    ("formats.quant_config", "formats.common", "kernels.registry"),
+    ("formats", "kernels.integers", "kernels.microscaled", "kernels.cpu.cpu_costs", "kernels.providers.common"),
+    ("checkpoint", "kernels.reference", "kernels.triton", "kernels.hopper", "kernels.cpu"),
+    ("kernels.torch", "kernels.weight_only", "kernels.emulation", "select"),
+    ("kernels.providers", "kernels.triton_fake_quant", "kernels.aliases", "linear", "testing"),
+    ("kernels", "model", "protocol"),
+    ("kernels.linear", "conversion"),
+    ("cli",),
+    ("__main__", "__init__"),
+)
+RANK = {entry: rank for rank, row in enumerate(ROWS) for entry in row}
 
 
-def _layer(dotted: str) -> str:
-    """The part of a module's name that has a rank: its folder's own, or its parent's."""
-    parts = dotted.split(".")
-    return ".".join(parts[:2]) if ".".join(parts[:2]) in RANK else parts[0]
+def modules():
+    """Every module of the package: name without "bitline.", and file."""
+    for path in sorted((SRC / "bitline").rglob("*.py")):
+        name = ".".join(path.relative_to(SRC / "bitline").with_suffix("").parts)
+        yield (name if name == "__init__" else name.removesuffix(".__init__")), path
 
 
-def _module(path: Path) -> str:
-    return _layer(".".join(path.relative_to(SRC).with_suffix("").parts))
+FILES = dict(modules())
+
+
+def entry_of(module):
+    """The longest entry that a module lies in."""
+    parts = module.split(".")
+    found = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+    return next((name for name in found if name in RANK), None)
+
+
+def imports(path):
+    """Modules of the package that a file imports, those inside functions included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "bitline":
+            names = [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [(alias.name, alias.name) for alias in node.names if alias.name.partition(".")[0] == "bitline"]
+        for name, parent in names:
+            found = (dotted.partition(".")[2] or "__init__" for dotted in (name, parent))
+            yield next(module for module in found if module in FILES)
+
+
+GRAPH = {module: set(imports(path)) - {module} for module, path in FILES.items()}
+
+
+def test_every_module_has_a_rank():
+    missing = [module for module in FILES if entry_of(module) is None]
+    assert not missing, f"give these a row: {missing}"
+    unused = [entry for entry in RANK if entry not in FILES]
+    assert not unused, f"no such module or folder: {unused}"
 
 
 def test_imports_point_down():
     wrong = []
-    for path in SRC.rglob("*.py"):
-        here = _module(path)
-        assert here in RANK, f"{path.name}: give it a rank"
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("bitline"):
-                names = [f"{node.module}.{a.name}" for a in node.names]
-            elif isinstance(node, ast.Import):
-                names = [a.name for a in node.names if a.name.startswith("bitline")]
-            for name in names:
-                there = _layer(name.partition(".")[2]) if "." in name else "__init__"
-                if there in RANK and there != here and RANK[there] >= RANK[here] and here != "__init__":
-                    wrong.append(f"{path.relative_to(SRC)} (rank {RANK[here]}) imports {name} (rank {RANK[there]})")
+    for module, found in GRAPH.items():
+        here = entry_of(module)
+        for other in sorted(found):
+            there = entry_of(other)
+            if there != here and RANK[there] >= RANK[here]:
+                wrong.append(f"{module} (row {RANK[here]}) imports {other} (row {RANK[there]})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_imports_itself_by_a_detour():
+    graphlib.TopologicalSorter(GRAPH).prepare()  # raises CycleError, which names the modules
+
+
+def test_private_modules_stay_in_their_folder():
+    wrong = [
+        f"{module} imports {other}"
+        for module, found in GRAPH.items()
+        for other in found
+        if any(part.startswith("_") and not part.startswith("__") for part in other.split("."))
+        and other.rpartition(".")[0] != module.rpartition(".")[0]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_formats_and_kernels_know_nothing_of_each_other():
+    crossing = [
+        f"{module} imports {other}"
+        for module, found in GRAPH.items()
+        for other in found
+        if {module.partition(".")[0], other.partition(".")[0]} == {"formats", "kernels"}
+    ]
+    assert not crossing, "\n".join(crossing)

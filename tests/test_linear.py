@@ -235,7 +235,7 @@ def test_every_kind_of_weight_runs():
 
 
 def test_the_reference_holds_one_chunk_of_rows_at_a_time(monkeypatch):
-    monkeypatch.setattr("bitline.bits.ROW_CHUNK_BYTES", 64 * 5)
+    monkeypatch.setattr("bitline.bitstream.ROW_CHUNK_BYTES", 64 * 5)
     w = weight(bias=True)
     seen = []
     real = type(w).dequantize_rows

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import bitline
-from bitline.embedding import QuantEmbedding
 from bitline.linear import QuantLinear
-from bitline.model import plan, quant_linears
+from bitline.model.embedding import QuantEmbedding
+from bitline.model.load import plan, quant_linears
 from tiny import compressed, llama, rewrite
 
 IDS = torch.tensor([[1, 5, 9, 77, 3]])

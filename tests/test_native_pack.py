@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from bitline import bits, native, types
-from bitline.kernels import native_cpu_pack as packing
+from bitline import bitstream, native, types
+from bitline.kernels.cpu import native_cpu_pack as packing
 from bitline.testing.generators import random_weight
 from bitline.types import LinearSpec
 
@@ -113,4 +113,4 @@ def test_rows_that_lie_apart_at_the_end_of_their_memory():
     wide[:, 3:] = weight.codes
     strided = dataclasses.replace(weight, codes=wide[:, 3:])
     assert torch.equal(packing.pack(strided), packing.pack(weight))
-    assert torch.equal(bits.unpack(wide[:, 3:], 4, 1000), weight.unpacked())
+    assert torch.equal(bitstream.unpack(wide[:, 3:], 4, 1000), weight.unpacked())

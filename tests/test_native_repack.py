@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitline import bits, memory, native, types
-from bitline.formats import _words, gguf_blocks
-from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel
-from bitline.rounding import quantize
+from bitline import bitstream, memory, native, types
+from bitline.formats.common import packed_int32
+from bitline.formats.gguf import blocks as gguf_blocks
+from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
+from bitline.rtn import quantize
 from bitline.testing.generators import random_weight
 from bitline.types import LinearSpec
 
@@ -70,14 +71,14 @@ examples = settings(max_examples=15, deadline=None)
 @pytest.mark.parametrize("extra", [0, 3])
 def test_transpose_words(rows, columns, extra):
     data = words(rows, columns, 1, extra)
-    assert torch.equal(_words.transpose_words(data).view(torch.int32), data.t())
+    assert torch.equal(packed_int32.transpose_words(data).view(torch.int32), data.t())
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("less", [0, 3, 7])
 def test_awq_codes(rows, columns, less):
     data = words(8 * rows - less, columns, 2, extra=1)
-    same(lambda: _words.awq_codes(data, 8 * columns))
+    same(lambda: packed_int32.awq_codes(data, 8 * columns))
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 8])
@@ -86,12 +87,12 @@ def test_ordered_words(width, rows, columns):
     rows = rows * width if 32 % width else rows
     data = words(rows, columns, 3)
     perm = torch.randperm(rows * 32 // width, generator=generator(4)).int()
-    same(lambda: _words.ordered_words(data, width, perm))
+    same(lambda: packed_int32.ordered_words(data, width, perm))
 
 
 def test_long_rows_in_order():
     data, perm = words(4096, 40, 5), torch.randperm(4096 * 8, generator=generator(6)).int()
-    same(lambda: _words.ordered_words(data, 4, perm))
+    same(lambda: packed_int32.ordered_words(data, 4, perm))
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 7, 8])
@@ -101,7 +102,7 @@ def test_long_rows_in_order():
 def test_zero_points(width, minus_one, interleaved, groups, columns):
     data = words(groups, -(-columns * width // 32), 7)
     data[0] = -1  # adding one to each code carries all along the words
-    same(lambda: _words.zero_points(data, width, columns, minus_one=minus_one, interleaved=interleaved))
+    same(lambda: packed_int32.zero_points(data, width, columns, minus_one=minus_one, interleaved=interleaved))
 
 
 @pytest.mark.parametrize("width", range(1, 8))
@@ -109,27 +110,27 @@ def test_zero_points(width, minus_one, interleaved, groups, columns):
 @given(n=sizes, k=st.integers(1, 400), extra=st.integers(0, 5), seed=st.integers(0, 2**31))
 def test_bit_streams(width, n, k, extra, seed):
     wide = codes(n, k + extra, 8, seed)
-    packed = bits.pack(wide[:, :k], width)
-    same(lambda: bits.pack(wide[:, :k], width))
+    packed = bitstream.pack(wide[:, :k], width)
+    same(lambda: bitstream.pack(wide[:, :k], width))
     padded = torch.cat((packed, codes(n, extra, 8, seed)), 1)
-    same(lambda: bits.unpack(padded, width, k))
-    assert torch.equal(bits.unpack(packed, width, k), wide[:, :k] & ((1 << width) - 1))
+    same(lambda: bitstream.unpack(padded, width, k))
+    assert torch.equal(bitstream.unpack(packed, width, k), wide[:, :k] & ((1 << width) - 1))
 
 
 @pytest.mark.parametrize("width", range(1, 9))
 @examples
 @given(n=sizes, k=st.integers(1, 300), data=st.data())
 def test_take(width, n, k, data):
-    packed = bits.pack(codes(n, k, width, 8), width)
+    packed = bitstream.pack(codes(n, k, width, 8), width)
     index = torch.tensor(data.draw(st.lists(st.integers(0, k - 1), min_size=1, max_size=300)))
-    same(lambda: bits.take(packed, width, k, index))
+    same(lambda: bitstream.take(packed, width, k, index))
 
 
 @pytest.mark.parametrize("bad", [-1, 20])
 def test_a_column_that_is_not_there(bad):
-    packed = bits.pack(codes(3, 20, 3, 9), 3)
+    packed = bitstream.pack(codes(3, 20, 3, 9), 3)
     with pytest.raises(IndexError):
-        bits.take(packed, 3, 20, torch.tensor([0, bad, 1]))
+        bitstream.take(packed, 3, 20, torch.tensor([0, bad, 1]))
 
 
 def test_nothing_beyond_the_ends_is_touched():
@@ -137,7 +138,7 @@ def test_nothing_beyond_the_ends_is_touched():
     core = native.core()
     for width in range(1, 8):
         for k in (1, 8, 63, 64, 65, 200):
-            size = bits.row_bytes(k, width)
+            size = bitstream.row_bytes(k, width)
             out = torch.full((k + 64,), 0xAB, dtype=torch.uint8)
             source = codes(1, size, 8, k)
             core.unpack(source.data_ptr(), size, 1, k, width, out.data_ptr())

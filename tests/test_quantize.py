@@ -65,7 +65,7 @@ def test_same_tensors_as_the_producer(case):
 
 
 def test_every_scheme_is_recorded():
-    from bitline.rounding import SCHEMES as known
+    from bitline.rtn import SCHEMES as known
 
     assert set(known) == set(SCHEMES)
 
@@ -109,7 +109,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
     for scheme in SCHEMES:
         monkeypatch.undo()
         whole = quantize(w, scheme)
-        monkeypatch.setattr("bitline.bits.ROW_CHUNK_BYTES", 130 * 7)
+        monkeypatch.setattr("bitline.bitstream.ROW_CHUNK_BYTES", 130 * 7)
         parts = quantize(w, scheme)
         for name, tensor in whole.tensors().items():
             assert torch.equal(tensor.view(torch.uint8), parts.tensors()[name].view(torch.uint8)), (scheme, name)

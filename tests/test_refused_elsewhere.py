@@ -12,18 +12,18 @@ import bitline
 import tiny
 from bitline import types
 from bitline.errors import CheckpointError, InputError, NoKernelError
-from bitline.generate import _check_logits
 from bitline.kernels import registry
 from bitline.kernels.linear import MPLinearLayerConfig, PackedParameter, RowParameter, init_linear_kernel
-from bitline.kernels.linear.outside import write_layer
 from bitline.kernels.triton.layout import layout_of
 from bitline.kernels.triton.scaled_mm import _step
+from bitline.model.generate import _check_logits
+from bitline.model.verify import find_overflow
 from bitline.platform import Platform
+from bitline.protocol.foreign_kernel import write_layer
 from bitline.select import Policy, choose
 from bitline.testing import check
 from bitline.testing.generators import inputs, random_weight
 from bitline.types import ActSpec, LinearSpec
-from bitline.verify import find_overflow
 
 BF16 = torch.bfloat16
 W4 = LinearSpec(96, 256, types.uint4b8, (1, 32), scale_dtype=BF16)
@@ -89,9 +89,9 @@ def test_05_zero_points_stored_minus_one_or_as_they_are(tmp_path, symmetric):
     for version, minus in (("gptq", 1), ("gptq_v2", 0)):
         folder = tmp_path / version
         folder.mkdir()
-        zeros = bitline.bits.pack(((stored.int() - minus) & 15).to(torch.uint8).t().contiguous(), 4).view(torch.int32)
+        zeros = bitline.bitstream.pack(((stored.int() - minus) & 15).to(torch.uint8).t().contiguous(), 4).view(torch.int32)
         if minus:  # producers take the one from the whole word, so that a zero point of 0 borrows from its neighbour
-            zeros = (bitline.bits.pack(stored.t().contiguous(), 4).view(torch.int32).long() - 0x11111111).to(torch.int32)
+            zeros = (bitline.bitstream.pack(stored.t().contiguous(), 4).view(torch.int32).long() - 0x11111111).to(torch.int32)
         save_file({
             "a.qweight": weight.codes.contiguous().view(torch.int32).t().contiguous(), "a.qzeros": zeros.contiguous(),
             "a.scales": weight.scale.half().t().contiguous(),

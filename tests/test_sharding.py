@@ -9,7 +9,7 @@ import torch
 
 import bitline
 from bitline import ActSpec, LinearSpec, QuantLinear, WeightError, quantize, types
-from bitline.formats import gguf_blocks
+from bitline.formats.gguf import blocks
 from bitline.testing import check, check_exact, lossless_inputs, lossless_weight, random_spec, random_weight
 
 CHECKPOINTS = sorted(p.name for p in (Path(__file__).parent / "fixtures" / "checkpoints").iterdir() if p.is_dir())
@@ -94,7 +94,7 @@ def test_every_layer_of_every_checkpoint(name):
         check_cuts(w.narrow(0, 1, w.spec.n - 1).narrow(1, 5, w.spec.k - 2), (3,))
 
 
-@pytest.mark.parametrize("kind", gguf_blocks.BLOCKS)
+@pytest.mark.parametrize("kind", blocks.BLOCKS)
 @pytest.mark.parametrize("k", [256, 768])
 def test_gguf(kind, k):
     import numpy as np
@@ -102,7 +102,7 @@ def test_gguf(kind, k):
     from formats.gguf_files import random_blocks
 
     raw = torch.from_numpy(random_blocks(kind, 5, k, np.random.default_rng(k)))
-    w = gguf_blocks.to_weight(kind, raw, k)
+    w = blocks.to_weight(kind, raw, k)
     check_cuts(w)
     whole = w.dequantize()
     for start, stop in ((0, 100), (16, 200), (32, 255), (64, 256), (96, 97), (128, 250), (255, 256), (k - 130, k - 1)):
@@ -114,7 +114,7 @@ def test_gguf(kind, k):
 def test_a_second_scale_stays_one_byte_where_blocks_are_whole():
     """11008 = 43 blocks of 256 columns: half of it is 21.5, where a Q4_K weight must not grow by float32 scales."""
     raw = torch.zeros(2, 11008 // 256 * 144, dtype=torch.uint8)
-    w = gguf_blocks.to_weight("Q4_K", raw, 11008)
+    w = blocks.to_weight("Q4_K", raw, 11008)
     left, right = shards(w, 1, 2)
     assert left.spec.scale2_block == (1, 256) and left.scale2.shape == (2, 22)
     assert right.spec.scale2_block == (1, 128) and right.scale2.shape == (2, 43)

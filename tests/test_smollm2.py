@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import bitline
-from bitline import models
 from bitline.errors import BitlineError
-from bitline.generate import encode, generate, load_tokenizer
 from bitline.linear import QuantLinear
-from bitline.model import plan, quiet_transformers
+from bitline.model import packaged as models
+from bitline.model.generate import encode, generate, load_tokenizer
+from bitline.model.load import plan, quiet_transformers
 from bitline.testing.oracle import transformers_gguf_model
 
 pytestmark = pytest.mark.xdist_group("smollm2")  # one process holds the model

@@ -9,9 +9,10 @@ from torch import nn
 
 import bitline
 import tiny
-from bitline import native, step
+from bitline import native
 from bitline.linear import QuantLinear
-from bitline.model import load_model
+from bitline.model import decode_step
+from bitline.model.load import load_model
 
 pytestmark = pytest.mark.skipif(native.core() is None, reason="needs the native core")
 transformers = pytest.importorskip("transformers")
@@ -46,7 +47,7 @@ def norm_of(n, epsilon=1e-6):
 @pytest.mark.parametrize("rows", [1, 2, 7, 8])
 def test_norm(n, rows, level):
     norm, x = norm_of(n), (torch.randn(1, rows, n) * 3).to(BF16)
-    apart = steps_apart(step._norm(norm, x), norm(x))
+    apart = steps_apart(decode_step._norm(norm, x), norm(x))
     assert apart.max() <= 1 and (apart > 0).float().mean() <= 0.02  # the sums are added up in another order
 
 
@@ -54,7 +55,7 @@ def test_norm(n, rows, level):
 def test_norm_of_what_is_no_number(bad, level):
     norm, x = norm_of(40), torch.randn(1, 40).to(BF16)
     x[0, 3] = bad
-    assert torch.equal(step._norm(norm, x).isnan(), norm(x).isnan())
+    assert torch.equal(decode_step._norm(norm, x).isnan(), norm(x).isnan())
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 33, 1536])
@@ -133,7 +134,7 @@ def test_all_levels_and_numbers_of_threads_give_the_same_bits():
                 w, x = torch.randn(999, 333).to(BF16), torch.randn(333).to(BF16)
                 native.core().step_rows(x.data_ptr(), w.data_ptr(), z.data_ptr(), 999, 333)
                 native.core().step_gate(z.data_ptr(), w.data_ptr(), g.data_ptr(), 999)
-                found.append(torch.cat((y.flatten(), z, g, step._norm(norm_of(333), x[None])[0])))
+                found.append(torch.cat((y.flatten(), z, g, decode_step._norm(norm_of(333), x[None])[0])))
     finally:
         native.use_isa(before)
         torch.set_num_threads(threads)
@@ -187,7 +188,7 @@ def logits(model, ids, *, room=True):
     """Of every position, given one by one after the first three."""
     cache = transformers.DynamicCache(config=model.config)
     if room:
-        step.make_room(model, cache)
+        decode_step.make_room(model, cache)
     rows = [model(input_ids=ids[:, :3], past_key_values=cache, use_cache=True).logits[:, -1]]
     for i in range(3, ids.shape[1]):
         rows.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits[:, -1])
@@ -229,7 +230,7 @@ def test_a_token_goes_through_the_core(pair, monkeypatch):
 def test_a_large_plain_head(monkeypatch):
     head = nn.Linear(1024, 1030, bias=False).to(BF16)
     x = torch.randn(1, 1, 1024).to(BF16)
-    error = (step._dense(head, x).double() - head.double()(x.double())).abs().max()
+    error = (decode_step._dense(head, x).double() - head.double()(x.double())).abs().max()
     assert error <= 2 * 2**-8
 
 
@@ -315,7 +316,7 @@ def test_masks_batches_and_other_caches_are_left_to_transformers(pair, monkeypat
         fast(input_ids=ids[:, 3:], past_key_values=other)
     fast(input_ids=ids[:, :1])
     cache = transformers.DynamicCache(config=fast.config)
-    step.make_room(fast, cache)
+    decode_step.make_room(fast, cache)
     fast(input_ids=ids[:, :3], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1]]))
     fast(input_ids=ids[:, 3:], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1, 1]]))
     assert not count
@@ -371,15 +372,17 @@ def test_classes_are_known_by_their_text():
     from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-    assert [step._kind_of(c) for c in (LlamaRMSNorm, LlamaMLP, LlamaAttention)] == ["norm", "mlp", "attention"]
-    assert step._kind_of(Qwen3Attention) == "attention of normed heads" and step._kind_of(LlamaDecoderLayer) == "layer"
+    assert [decode_step._kind_of(c) for c in (LlamaRMSNorm, LlamaMLP, LlamaAttention)] == ["norm", "mlp", "attention"]
+    assert (
+        decode_step._kind_of(Qwen3Attention) == "attention of normed heads" and decode_step._kind_of(LlamaDecoderLayer) == "layer"
+    )
 
     class Own(LlamaRMSNorm):
         def forward(self, hidden_states):
             return super().forward(hidden_states) + 1
 
     for cls in (Gemma2Attention, Gemma2RMSNorm, nn.Linear, Own):
-        assert step._kind_of(cls) == ""
+        assert decode_step._kind_of(cls) == ""
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
@@ -391,7 +394,7 @@ def test_other_gates_are_left_alone(activation, pair):
 def test_without_the_core_there_are_no_steps(pair, monkeypatch):
     fast, plain = pair()
     monkeypatch.setattr(native, "core", lambda: None)
-    assert step.install(plain) == 0
+    assert decode_step.install(plain) == 0
     ids = torch.tensor([[1, 5, 9, 33]])
     assert torch.equal(logits(fast, ids, room=False)[:, :3], logits(plain, ids)[:, :3])
 
@@ -410,7 +413,7 @@ def test_steps_can_be_turned_off(pair, tmp_path, monkeypatch):
 def test_room_holds_what_a_dynamic_layer_holds(pieces):
     from transformers.cache_utils import DynamicLayer
 
-    room, layer = step._room()(), DynamicLayer()
+    room, layer = decode_step._room()(), DynamicLayer()
     assert room.get_seq_length() == 0 and room.keys is None
     for count in pieces:
         k, v = torch.randn(2, 3, count, 16), torch.randn(2, 3, count, 16)

@@ -69,7 +69,7 @@ def test_dequantize_rounds_once_and_works_by_rows(monkeypatch):
         assert torch.equal(w.dequantize(torch.bfloat16), whole.bfloat16())
         index = torch.randint(w.spec.n, (5,), generator=torch.Generator().manual_seed(seed))
         assert torch.equal(w.dequantize_rows(index), whole[index])
-        monkeypatch.setattr("bitline.bits.ROW_CHUNK_BYTES", 3 * w.spec.k)
+        monkeypatch.setattr("bitline.bitstream.ROW_CHUNK_BYTES", 3 * w.spec.k)
         assert torch.equal(w.dequantize(), whole)
         monkeypatch.undo()
 

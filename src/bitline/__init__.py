@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from bitline.version import __version__
+
 if TYPE_CHECKING:
     from bitline.checkpoint import Checkpoint, open_checkpoint, register_format
     from bitline.conversion import ConversionReport, convert
@@ -24,14 +26,12 @@ if TYPE_CHECKING:
     from bitline.kernels.base import Kernel
     from bitline.kernels.registry import register_kernel
     from bitline.linear import QuantLinear
-    from bitline.model import load_model
+    from bitline.model.load import load_model
     from bitline.platform import Platform
-    from bitline.rounding import quantize
+    from bitline.rtn import quantize
     from bitline.select import Choice, Policy, choose
     from bitline.types import ActSpec, LinearSpec, ScalarType, Verdict
     from bitline.weight import QuantizedWeight
-
-__version__ = "0.1.0"
 
 _HOME = {
     "bitline.checkpoint": ("Checkpoint", "open_checkpoint", "register_format"),
@@ -43,9 +43,9 @@ _HOME = {
     "bitline.kernels.base": ("Kernel",),
     "bitline.kernels.registry": ("register_kernel",),
     "bitline.linear": ("QuantLinear",),
-    "bitline.model": ("load_model",),
+    "bitline.model.load": ("load_model",),
     "bitline.platform": ("Platform",),
-    "bitline.rounding": ("quantize",),
+    "bitline.rtn": ("quantize",),
     "bitline.select": ("Choice", "Policy", "choose"),
     "bitline.types": ("ActSpec", "LinearSpec", "ScalarType", "Verdict"),
     "bitline.weight": ("QuantizedWeight",),

@@ -20,8 +20,8 @@ from torch import Tensor
 from bitline import formats
 from bitline.errors import BitlineError, CheckpointError, OutOfMemoryError
 from bitline.formats.base import SPARE_BYTES, LayerRecord, Reader, TensorInfo, TensorSource
-from bitline.formats.config import find_quantization
-from bitline.formats.source import PICKLES, SafetensorsSource, pickle_error
+from bitline.formats.io.safetensors_source import PICKLES, SafetensorsSource, pickle_error
+from bitline.formats.quant_config import find_quantization
 
 # Methods that are known by name and that no reader takes yet.
 NOT_YET = (
@@ -164,7 +164,7 @@ def _open_source(path: Path) -> TensorSource:
         ggufs = [p for p in files if p.suffix.lower() == ".gguf"]
         if not ggufs or len(ggufs) != len(files):
             return SafetensorsSource(path)
-        first = importlib.import_module("bitline.formats._gguf_split").whole_model(ggufs)
+        first = importlib.import_module("bitline.formats.gguf.split").whole_model(ggufs)
         if first is None:
             names = ", ".join(p.name for p in ggufs[:4])
             raise CheckpointError("several GGUF files in one folder", file=path, found=names, fix="name one of them")
@@ -176,7 +176,7 @@ def _open_source(path: Path) -> TensorSource:
         raise CheckpointError("neither a file nor a folder", file=path, found=found, expected="one of both")
     suffix = path.suffix.lower()
     if suffix == ".gguf":
-        return importlib.import_module("bitline.formats.gguf").GGUFSource(path)
+        return importlib.import_module("bitline.formats.gguf.reader").GGUFSource(path)
     if suffix in PICKLES:
         raise pickle_error(path, path.name)
     if suffix != ".safetensors":
@@ -190,13 +190,13 @@ def _open_source(path: Path) -> TensorSource:
 def _readers(method: str = "") -> Iterator[Reader]:
     """Registered readers, then the built-in ones, then those of installed packages, imported one by one as needed.
 
-    Built in is every module of bitline.formats that has a READER. Their `matches` exclude each other, so their order is no
-    matter: the one that is named like the method comes first, for speed, then all by name.
+    Built in is every module under bitline.formats that has a READER. Their `matches` exclude each other, so their order is no
+    matter: a module that is named like the method, or lies in a folder of that name, comes first, for speed, then all by name.
     """
     yield from _registered
-    names = (module.name for module in pkgutil.iter_modules(formats.__path__) if not module.name.startswith("_"))
-    for name in sorted(names, key=lambda name: (name != method.replace("-", "_"), name)):
-        reader = getattr(importlib.import_module(f"bitline.formats.{name}"), "READER", None)
+    wanted = method.replace("-", "_")
+    for name in sorted(_format_modules(), key=lambda name: (wanted not in name.split("."), name)):
+        reader = getattr(importlib.import_module(name), "READER", None)
         if reader is not None:
             yield reader
     for point in entry_points(group="bitline.formats"):
@@ -204,6 +204,13 @@ def _readers(method: str = "") -> Iterator[Reader]:
             yield _PlugIn(point, _made(point.load()))
         except (Exception, SystemExit) as error:
             _report(point, "load", error)
+
+
+@functools.cache
+def _format_modules() -> tuple[str, ...]:
+    """The modules under bitline.formats that may have a reader."""
+    found = pkgutil.walk_packages(formats.__path__, f"{formats.__name__}.")
+    return tuple(module.name for module in found if not module.ispkg)
 
 
 class _PlugIn:

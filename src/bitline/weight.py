@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bitline import bits, native
+from bitline import bitstream, native
 from bitline.errors import InputError, WeightError
 from bitline.types import LinearSpec, ScalarType
 
@@ -62,7 +62,7 @@ class QuantizedWeight:
 
     def _check_structure(self) -> None:
         s = self.spec
-        self._expect("codes", self.codes, (s.n, bits.row_bytes(s.k, s.weight.bits)), torch.uint8)
+        self._expect("codes", self.codes, (s.n, bitstream.row_bytes(s.k, s.weight.bits)), torch.uint8)
         grid: tuple[int, int] = s.grid
         if s.ragged and s.scale2_block is not None:
             raise self._error("scale2", "present", "none: groups of unequal size have one level of scales")
@@ -198,7 +198,7 @@ class QuantizedWeight:
 
     def unpacked(self, rows: slice | Tensor = slice(None)) -> Tensor:
         """Raw codes, one per byte, uint8 [n, K], columns as stored."""
-        return bits.unpack(self.codes[rows], self.spec.weight.bits, self.spec.k)
+        return bitstream.unpack(self.codes[rows], self.spec.weight.bits, self.spec.k)
 
     def scales(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Scales with the coarser factor multiplied in, on the scale grid. Exact in float32 for every known format."""
@@ -238,7 +238,7 @@ class QuantizedWeight:
         Computed in float32 and rounded once to `dtype`.
         """
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        step = bits.rows_per_chunk(self.spec.k)
+        step = bitstream.rows_per_chunk(self.spec.k)
         for r in range(0, self.spec.n, step):
             out[r : r + step] = self.dequantize_rows(slice(r, min(r + step, self.spec.n)), dtype)
         return out
@@ -355,7 +355,7 @@ class QuantizedWeight:
         return dataclasses.replace(
             self,
             spec=s.replace(k=stop - start, block=s.block, block_offset=(s.block_offset[0], offset), **changes.pop("spec")),
-            codes=bits.narrow(self.codes, s.weight.bits, start, stop)[:, : bits.row_bytes(stop - start, s.weight.bits)],
+            codes=bitstream.narrow(self.codes, s.weight.bits, start, stop)[:, : bitstream.row_bytes(stop - start, s.weight.bits)],
             input_multiplier=None if self.input_multiplier is None else self.input_multiplier[start:stop],
             **changes,
         )
@@ -379,7 +379,7 @@ class QuantizedWeight:
                 k=stop - start, block=(s.block[0], block), block_offset=(s.block_offset[0], first), ragged=ragged,
                 act_order=not trivial, scale_dtype=scale.dtype, scale2_block=None,
             ),
-            codes=bits.take(self.codes, s.weight.bits, s.k, kept),
+            codes=bitstream.take(self.codes, s.weight.bits, s.k, kept),
             scale=_select(scale, 1, used), zero=pick(self.zero), offset=pick(offset), scale2=None, offset2=None,
             perm=None if trivial else new_perm.int(), group_index=groups.int() if ragged else None,
             input_multiplier=None if self.input_multiplier is None else self.input_multiplier[start:stop],
@@ -452,7 +452,7 @@ def decode(codes: Tensor, scalar: ScalarType, k: int) -> Tensor:
         return _decode_fp8(codes[:, :k].contiguous(), scalar)
     if scalar.bits == 4 and scalar.kind != "int":
         return _decode_pairs(codes, scalar, k)
-    raw = bits.unpack(codes, scalar.bits, k)
+    raw = bitstream.unpack(codes, scalar.bits, k)
     if scalar.name == "int8":
         return raw.contiguous().view(torch.int8).float()
     if scalar.kind == "int":

@@ -19,8 +19,8 @@ from outcomes import scratch
 from torch.profiler import ProfilerActivity, profile
 
 import bitline
-from bitline import bits
-from bitline.formats import _mapped
+from bitline import bitstream
+from bitline.formats.io import mapped_file
 
 
 def _read(path: Path) -> int:
@@ -43,8 +43,8 @@ def measure(path: Path) -> tuple[int, int, int, int]:
 
 
 def main() -> None:
-    bits.ROW_CHUNK_BYTES = 1 << 12  # what is done in chunks must not hide what is not
-    _mapped.SMALL = 0  # and what is mapped is not allocated
+    bitstream.ROW_CHUNK_BYTES = 1 << 12  # what is done in chunks must not hide what is not
+    mapped_file.SMALL = 0  # and what is mapped is not allocated
     with profile(activities=[ProfilerActivity.CPU]):
         pass  # the first profile imports things
     for base in FAMILIES:

@@ -9,7 +9,7 @@ from bases import TYPE_F32, entry, gguf_bytes, pair
 from oracle_gguf import NUMBERS, dequantize
 from oracle_gguf import TYPES as KNOWN
 
-from bitline.formats.gguf_blocks import BLOCKS
+from bitline.formats.gguf.blocks import BLOCKS
 
 N, K = 6, 256
 NAME = "blk.0.ffn_up"

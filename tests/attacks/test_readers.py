@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from bitline import CheckpointError, formats, open_checkpoint
 from bitline.checkpoint import NOT_YET
-from bitline.formats.source import SafetensorsSource
+from bitline.formats.io.safetensors_source import SafetensorsSource
 
 CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 CASES = sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir())

@@ -24,10 +24,10 @@ from outcomes import guarded, outcome, put, room, says_where, scratch, within
 
 import bitline
 from bitline import CheckpointError, checkpoint, formats
-from bitline.formats import _mapped
-from bitline.formats.gguf import GGUFSource
-from bitline.formats.gptq import GPTQReader
-from bitline.formats.source import SafetensorsSource
+from bitline.formats.gguf.reader import GGUFSource
+from bitline.formats.gptq_awq.gptq import GPTQReader
+from bitline.formats.io import mapped_file
+from bitline.formats.io.safetensors_source import SafetensorsSource
 
 READING = [*Path(formats.__path__[0]).glob("*.py"), Path(checkpoint.__file__)]
 SMALL = [attack for attack in ATTACKS if not (attack.model or attack.huge) and attack.name != "unreadable"]
@@ -218,7 +218,7 @@ def test_headers_alone_tell_the_layers_of_a_gguf_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("small", [1 << 18, 0], ids=["read", "mapped"])
 @pytest.mark.parametrize("base", ["gptq", "packed", "fp8", "bnb4", "hqq", "mxfp4"])
 def test_files_stay_as_they_are(base, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(_mapped, "SMALL", small)
+    monkeypatch.setattr(mapped_file, "SMALL", small)
     write(tmp_path, *FAMILIES[base]())
 
     def state():

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from tools import gguf_tensors
 
 import bitline
-from bitline.conversion.gguf_tokenizer import tokenizer_metadata
-from bitline.conversion.original import original_of
+from bitline.conversion.gguf.tokenizer import tokenizer_metadata
+from bitline.conversion.source import original_of
 from bitline.errors import CheckpointError, ConversionError, InputError
 from tiny import llama
 

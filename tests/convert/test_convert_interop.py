@@ -14,7 +14,7 @@ from record_interop import RECORD, TOOLS, compare
 from tools import compressed_tensors, digest, gguf_tensors
 
 import bitline
-from bitline.model import quiet_transformers
+from bitline.model.load import quiet_transformers
 from tiny import llama
 
 RECORDED = json.loads(RECORD.read_text())

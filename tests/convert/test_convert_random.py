@@ -16,7 +16,7 @@ from bitline import checkpoint, types
 from bitline.conversion import TARGETS
 from bitline.errors import ConversionError
 from bitline.formats.base import LayerRecord
-from bitline.formats.config import quantization_config
+from bitline.formats.quant_config import quantization_config
 from bitline.testing.generators import random_spec, random_weight
 from bitline.types import LinearSpec
 

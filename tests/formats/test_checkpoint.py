@@ -13,7 +13,7 @@ from slow_words import CHECKPOINTS, gptq, random_layer, write
 import bitline.checkpoint
 from bitline import CheckpointError, LinearSpec, QuantizedWeight, open_checkpoint, register_format
 from bitline.formats.base import LayerRecord
-from bitline.formats.config import quantization_config
+from bitline.formats.quant_config import quantization_config
 from bitline.types import int8
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}

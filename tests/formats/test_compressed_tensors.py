@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitline.errors import CheckpointError
-from bitline.formats import ct_config
 from bitline.formats.base import TensorInfo
-from bitline.formats.compressed_tensors import READER
-from bitline.formats.ct_codes import column_order
-from bitline.formats.source import SafetensorsSource
+from bitline.formats.compressed_tensors import config as ct_config
+from bitline.formats.compressed_tensors.packing import column_order
+from bitline.formats.compressed_tensors.reader import READER
+from bitline.formats.io.safetensors_source import SafetensorsSource
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 EXPECTED = json.loads((FIXTURES / "expected_ct.json").read_text())

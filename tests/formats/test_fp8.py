@@ -20,7 +20,7 @@ from float_files import (
 from slow_words import write
 
 from bitline import CheckpointError, open_checkpoint
-from bitline.activations import fake_quantize
+from bitline.act_quant import fake_quantize
 from bitline.types import ActSpec, float8_e4m3fn
 
 N, K = 40, 72

@@ -10,8 +10,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf_files import SCALE_BYTES, ggml_values, random_blocks, same, write
 
 from bitline.errors import BitlineError, CheckpointError, WeightError
-from bitline.formats import gguf_blocks, gguf_grids
-from bitline.formats.gguf import READER, GGUFSource, records
+from bitline.formats.gguf import blocks as gguf_blocks
+from bitline.formats.gguf import grids
+from bitline.formats.gguf.reader import READER, GGUFSource, records
 
 
 def test_no_type_is_left_out():
@@ -79,7 +80,7 @@ def test_a_shared_exponent_of_255_is_nan():
 
 def test_a_missing_gguf_package_is_said(monkeypatch):
     raw = torch.from_numpy(random_blocks("IQ3_S", 1, 256, np.random.default_rng(0)))
-    gguf_grids._grid.cache_clear()
+    grids._grid.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(BitlineError, match=r"IQ3_S needs the gguf package.*pip install"):
         gguf_blocks.to_weight("IQ3_S", raw, 256)
@@ -88,7 +89,7 @@ def test_a_missing_gguf_package_is_said(monkeypatch):
 
 
 def test_other_tables_are_refused(monkeypatch):
-    gguf_grids._grid.cache_clear()
+    grids._grid.cache_clear()
     monkeypatch.setattr(gguf.quants.IQ2_XS, "grid", np.full((1, 1, 512, 8), 9, np.float32))
     raw = torch.from_numpy(random_blocks("IQ2_XS", 1, 256, np.random.default_rng(0)))
     with pytest.raises(BitlineError, match="table of IQ2_XS is not the known one"):

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bitline.errors import CheckpointError
-from bitline.formats.gguf import READER, GGUFSource
+from bitline.formats.gguf.reader import READER, GGUFSource
 
 HUGE = 1 << 62
 HOSTILE = {

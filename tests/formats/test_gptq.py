@@ -6,7 +6,7 @@ import torch
 from slow_words import CHECKPOINTS, EXPECTED, gptq, planar, producer_says, random_layer, stream, values, write
 
 from bitline import CheckpointError, open_checkpoint
-from bitline.formats.source import SafetensorsSource
+from bitline.formats.io.safetensors_source import SafetensorsSource
 
 CASES = [(c, m) for c, modules in EXPECTED.items() if open_checkpoint(CHECKPOINTS / c).format == "gptq" for m in modules]
 K, N, G = 96, 32, 32

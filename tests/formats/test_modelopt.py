@@ -22,9 +22,9 @@ from float_files import (
 from slow_words import write
 
 from bitline import CheckpointError, LinearSpec, QuantLinear, choose, open_checkpoint
-from bitline.activations import fake_quantize
-from bitline.embedding import QuantEmbedding
+from bitline.act_quant import fake_quantize
 from bitline.errors import InputError, WeightError
+from bitline.model.embedding import QuantEmbedding
 from bitline.testing import check
 
 N, K = 40, 96

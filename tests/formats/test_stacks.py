@@ -6,8 +6,8 @@ from float_files import finite_fp8, random_bytes
 from producers import one, write
 
 from bitline import CheckpointError
-from bitline.formats._names import ByName
-from bitline.formats._stacks import Stacks
+from bitline.formats.common.expert_stacks import Stacks
+from bitline.formats.common.names import ByName
 
 E, N, K = 3, 32, 64
 STACK = "model.layers.0.mlp.experts.down_proj"

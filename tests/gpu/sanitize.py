@@ -59,7 +59,7 @@ def grid() -> list[tuple[str, Any, tuple[int, ...]]]:
 
 def few_tiles() -> list[tuple[int, Any]]:
     """(rows, tile): every tile of up to 8, 16, 24 and 32 rows that symmetric 4 bits take at layers of many shapes."""
-    from bitline.kernels.hopper import layout, tiles
+    from bitline.kernels.hopper import heuristics, layout
     from bitline.kernels.hopper.scheme import scheme_of
 
     found = set()
@@ -67,8 +67,8 @@ def few_tiles() -> list[tuple[int, Any]]:
         for k in (4096, 4160, 8192, 14336):
             padded, columns = layout.padded(n, k)
             scheme = scheme_of(grid()[0][1].replace(n=n, k=k))
-            found |= {(m, tiles.decode_tile(m, padded, columns // 64, scheme, k % 128 == 0)) for m in (5, 13)}  # type: ignore[arg-type]
-            found |= {(m, tile) for m in (20, 30) if (tile := tiles.few_tile(m, padded, n, k, scheme))}  # type: ignore[arg-type]
+            found |= {(m, heuristics.decode_tile(m, padded, columns // 64, scheme, k % 128 == 0)) for m in (5, 13)}  # type: ignore[arg-type]
+            found |= {(m, tile) for m in (20, 30) if (tile := heuristics.few_tile(m, padded, n, k, scheme))}  # type: ignore[arg-type]
     return sorted(found)
 
 
@@ -97,7 +97,7 @@ class Runner:
         print(f"{time.perf_counter() - BEGAN:.1f} s: {name} M={m}", flush=True)
 
     def all(self, only: int | None = None) -> None:
-        from bitline.kernels.hopper import launch, tiles
+        from bitline.kernels.hopper import heuristics, launch
         from bitline.kernels.hopper.linear import GluonHopperLinearKernel
         from bitline.kernels.hopper.scheme import Scheme, scheme_of
 
@@ -116,7 +116,7 @@ class Runner:
                 self.run(
                     lambda x, p=packed, b=bias, s=spec: GluonHopperLinearKernel.apply(x, p, b, s), weight, m, f"{regime} {name}"
                 )
-        for i, shape in enumerate(tiles._COSTS):  # every tile, whole and cut along K
+        for i, shape in enumerate(heuristics._COSTS):  # every tile, whole and cut along K
             if only is not None and len(cases) + i != only:
                 continue
             spec = cases[i % 2][1]
@@ -127,7 +127,7 @@ class Runner:
                 cut = "cut" if plan.scratch else "whole"
                 self.run(functools.partial(plan, packed=packed, bias=bias), weight, m, f"wide, each tile {cut}")
         for i, (m, tile) in enumerate(few_tiles()):
-            if only is not None and len(cases) + len(tiles._COSTS) + i != only:
+            if only is not None and len(cases) + len(heuristics._COSTS) + i != only:
                 continue
             for spec in (cases[0][1], cases[1][1].replace(bias=False)):
                 if tile.depth == 0 and spec.k % 64:
@@ -142,14 +142,14 @@ class Runner:
 
     def two_streams(self) -> None:
         """Cut tiles on two streams at once: each has its own flags."""
-        from bitline.kernels.hopper import launch, tiles
+        from bitline.kernels.hopper import heuristics, launch
         from bitline.kernels.hopper.scheme import scheme_of
         from bitline.testing import check
         from bitline.testing.generators import inputs
 
         weight, packed, _ = self.layer(grid()[0][1], 1)
         spec = weight.spec
-        plan = launch._WidePlan(spec, scheme_of(spec), 30, False, 132, next(iter(tiles._COSTS))._replace(p=3))  # type: ignore[arg-type]
+        plan = launch._WidePlan(spec, scheme_of(spec), 30, False, 132, next(iter(heuristics._COSTS))._replace(p=3))  # type: ignore[arg-type]
         assert plan.scratch
         xs = [inputs(30, spec, seed) for seed in (1, 2)]
         given = [x.cuda() for x in xs]
@@ -280,11 +280,11 @@ def supervise(timeout: float) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from _machine import machine
 
-    from bitline.kernels.hopper import tiles
+    from bitline.kernels.hopper import heuristics
 
     deadline = time.perf_counter() + timeout
     compiling = [subprocess.Popen([sys.executable, __file__, "--child", "--only", str(i)], stdout=subprocess.DEVNULL)
-                 for i in range(len(grid()) + len(tiles._COSTS) + len(few_tiles()))]  # fmt: skip
+                 for i in range(len(grid()) + len(heuristics._COSTS) + len(few_tiles()))]  # fmt: skip
     codes = [p.wait(timeout) for p in compiling]
     assert not any(codes), f"the grid fails without a tool: {codes}"
     print(f"compiled, {deadline - time.perf_counter():.0f} s left", flush=True)

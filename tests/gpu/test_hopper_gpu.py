@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bitline import InputError, Platform, QuantLinear, types
-from bitline.kernels.hopper import launch, tiles
+from bitline.kernels.hopper import heuristics, launch
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.hopper.scheme import scheme_of
 from bitline.testing import check, check_exact
@@ -51,7 +51,7 @@ def test_conformance(spec):
 
 
 @pytest.mark.parametrize(
-    "shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}"
+    "shape", list(heuristics._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}"
 )
 def test_every_tile_whole_and_cut(shape):
     for spec in (BASE.replace(n=1024, k=2048, bias=True), BASE.replace(weight=types.uint4, zero="int", block=(1, 64))):
@@ -71,7 +71,7 @@ def test_every_scheme_in_every_tile_of_many_rows(spec):
     weight = random_weight(spec, 3, "cuda")
     bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
     x = inputs(300, spec, 1, "cuda")
-    for shape in tiles._COSTS:
+    for shape in heuristics._COSTS:
         plan = launch._WidePlan(spec, scheme_of(spec), 300, bias is not None, 132, shape._replace(p=3))
         words = packed(weight)
         at = x.index_select(1, words[4]) if words[4].numel() else x
@@ -80,15 +80,16 @@ def test_every_scheme_in_every_tile_of_many_rows(spec):
 
 
 REGISTERS = [  # (8-row tiles of x, tile): words in registers, and those of the ring that the rule names by itself
-    (1, tiles.Decode(1, 2, 16)), (1, tiles.Decode(2, 1, 4, 72)), (1, tiles.Decode(2, 1, 8, 128)), (2, tiles.Decode(1, 1, 16)),
-    (2, tiles.Decode(2, 1, 16, swap=True)), (2, tiles.Decode(2, 1, 4, 128)), (1, tiles.Decode(1, 1, 16, 0, 2)),
-    (1, tiles.Decode(1, 1, 16, 0, 3, 2, True)), (1, tiles.Decode(2, 1, 8, 0, 4, 2, True)),
+    (1, heuristics.Decode(1, 2, 16)), (1, heuristics.Decode(2, 1, 4, 72)), (1, heuristics.Decode(2, 1, 8, 128)),
+    (2, heuristics.Decode(1, 1, 16)),    (2, heuristics.Decode(2, 1, 16, swap=True)), (2, heuristics.Decode(2, 1, 4, 128)),
+    (1, heuristics.Decode(1, 1, 16, 0, 2)),
+    (1, heuristics.Decode(1, 1, 16, 0, 3, 2, True)), (1, heuristics.Decode(2, 1, 8, 0, 4, 2, True)),
 ]  # fmt: skip
-FEW = REGISTERS + [(mt, kind.tile) for mt, kinds in tiles._FEW.items() for kind in kinds]
+FEW = REGISTERS + [(mt, kind.tile) for mt, kinds in heuristics._FEW.items() for kind in kinds]
 KINDS = [  # warps that share x or not, numbers of tiles that are no power of two, programs that share K, x from the cache
-    tiles.Decode(7, 1, 4, 0, 2, 1, True), tiles.Decode(3, 1, 8, 0, 3, 4, True, early=True),
-    tiles.Decode(1, 1, 16, 0, 3, 2, True, early=True), tiles.Decode(2, 1, 8, 0, 3, 4, True, early=True, cut=4),
-    tiles.Decode(2, 1, 8, 0, 2), tiles.Decode(2, 1, 16, swap=True),
+    heuristics.Decode(7, 1, 4, 0, 2, 1, True), heuristics.Decode(3, 1, 8, 0, 3, 4, True, early=True),
+    heuristics.Decode(1, 1, 16, 0, 3, 2, True, early=True), heuristics.Decode(2, 1, 8, 0, 3, 4, True, early=True, cut=4),
+    heuristics.Decode(2, 1, 8, 0, 2), heuristics.Decode(2, 1, 16, swap=True),
 ]  # fmt: skip
 
 
@@ -161,7 +162,7 @@ def side_by_side(call, xs, rounds=20, calls=5, replays=10):
 def test_few_rows_cut_along_k_on_two_streams_and_in_two_graphs():
     spec = BASE.replace(n=1024, k=4096)
     weight = packed(random_weight(spec, 1, "cuda"))
-    for tile in {kind.tile for kinds in tiles._FEW.values() for kind in kinds if kind.tile.cut > 1}:
+    for tile in {kind.tile for kinds in heuristics._FEW.values() for kind in kinds if kind.tile.cut > 1}:
         for m in (8, 16, 23, 32):
             plan = few_plan(tile, spec, m)
             assert plan.scratch
@@ -185,7 +186,7 @@ def test_cut_tiles_on_two_streams_and_in_two_graphs():
 
 
 @pytest.mark.parametrize(
-    "shape", list(tiles._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}"
+    "shape", list(heuristics._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}"
 )
 def test_each_cut_tile_on_two_streams_and_in_two_graphs(shape):
     spec = BASE.replace(n=1024, k=2048)

@@ -6,16 +6,18 @@ import pytest
 import torch
 
 from bitline import Platform, QuantLinear, types
-from bitline.activations import fake_quantize, quantize_input
-from bitline.kernels import cutlass, emulation, marlin, torch_fp8
-from bitline.kernels.fake_quantized import TritonFakeQuantLinearKernel, read_back
+from bitline.act_quant import fake_quantize, quantize_input
+from bitline.kernels import emulation
+from bitline.kernels.aliases import cutlass, marlin
 from bitline.kernels.reference import BatchInvariantLinearKernel
-from bitline.kernels.torch_int8_mm import TorchInt8ScaledMMLinearKernel
+from bitline.kernels.torch import fp8
+from bitline.kernels.torch.int8_mm import TorchInt8ScaledMMLinearKernel
 from bitline.kernels.triton import launch
+from bitline.kernels.triton.act_quant import groups_of, rows_of
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
-from bitline.kernels.triton.quantize import groups_of, rows_of
 from bitline.kernels.triton.scaled_mm import TritonFp8BlockScaledMMKernel, TritonInt8ScaledMMLinearKernel
 from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
+from bitline.kernels.triton_fake_quant import TritonFakeQuantLinearKernel, read_back
 from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
@@ -140,12 +142,12 @@ EMULATED = [
 ]
 FP8_KERNELS = [
     cutlass.CutlassFP8ScaledMMLinearKernel,
-    torch_fp8.PerTensorTorchFP8ScaledMMLinearKernel,
-    torch_fp8.RowWiseTorchFP8ScaledMMLinearKernel,
-    torch_fp8.ChannelWiseTorchFP8ScaledMMLinearKernel,
+    fp8.PerTensorTorchFP8ScaledMMLinearKernel,
+    fp8.RowWiseTorchFP8ScaledMMLinearKernel,
+    fp8.ChannelWiseTorchFP8ScaledMMLinearKernel,
 ]
 needs_fp8 = pytest.mark.skipif(
-    torch.cuda.is_available() and not torch_fp8.RowWiseTorchFP8ScaledMMLinearKernel.is_supported(Platform.detect("cuda")),
+    torch.cuda.is_available() and not fp8.RowWiseTorchFP8ScaledMMLinearKernel.is_supported(Platform.detect("cuda")),
     reason="no FP8 matrix instructions",
 )
 
@@ -253,7 +255,7 @@ def test_fp8_quantization_is_the_defined_one():
         x = torch.randn(37, 1000, device="cuda", dtype=dtype) * 30
         x[5] = 0
         spec = E4M3.replace(n=16, k=1000, block=(1, 1000), act_dtype=dtype)
-        codes, scale = torch_fp8._quantize(x, spec, torch.empty(0), 1008, 48)
+        codes, scale = fp8._quantize(x, spec, torch.empty(0), 1008, 48)
         want, want_scale, _ = quantize_input(x, spec.act)
         assert torch.equal(scale[:37], want_scale)
         assert torch.equal(codes[:37, :1000].view(torch.uint8), want.view(torch.uint8))
@@ -326,7 +328,7 @@ def test_panels_and_the_fused_kernel_agree_with_the_reference():
 def _layers():
     yield QuantLinear(random_weight(W4.replace(n=4096, k=4096), 1, "cuda"), kernel="TritonW4A16LinearKernel")
     yield QuantLinear(random_weight(MX4.replace(n=1024, k=2048), 1, "cuda"), kernel="TritonMinifloatLinearKernel")
-    if torch_fp8.RowWiseTorchFP8ScaledMMLinearKernel.is_supported(Platform.detect("cuda")):
+    if fp8.RowWiseTorchFP8ScaledMMLinearKernel.is_supported(Platform.detect("cuda")):
         yield QuantLinear(random_weight(E4M3, 1, "cuda"), kernel="RowWiseTorchFP8ScaledMMLinearKernel")
 
 

@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from bitline import types
-from bitline.kernels.hopper import decode_device, launch, ring_device, tiles, wide_device
+from bitline.kernels.hopper import heuristics, launch
+from bitline.kernels.hopper.device import gemv_mma, small_m_pipelined, wgmma_persistent
 from bitline.kernels.hopper.scheme import scheme_of
 from bitline.types import LinearSpec
 
@@ -80,7 +81,7 @@ def decode(spec, m, tile=None):
     constants = dict(zip(("S", "G", "num_warps"), plan.constants, strict=True))
     lanes = constants["G"]
     weights = lanes.r * lanes.c * lanes.blocks * 32
-    kernel = ring_device.ring if lanes.depth else decode_device.decode
+    kernel = small_m_pipelined.ring if lanes.depth else gemv_mma.decode
     made = built(kernel, pointers, constants, plan.options)
     claimed = plan.tile.shared_bytes(scheme, m)
     assert claimed <= made.metadata.shared < claimed + 512, (claimed, made.metadata.shared)
@@ -105,7 +106,7 @@ def wide(spec, m):
         "ws": "*fp32", "flags": "*i32", "bias_ptr": "*" + act, "alpha_ptr": "*fp32",
     }  # fmt: skip
     constants = dict(zip(("S", "G"), plan.constants, strict=True))
-    return built(wide_device.wide, pointers, constants, plan.options), "HGMMA", tile.h * tile.mr * 32
+    return built(wgmma_persistent.wide, pointers, constants, plan.options), "HGMMA", tile.h * tile.mr * 32
 
 
 def inner_loop(sass, instruction):
@@ -145,7 +146,7 @@ def main():
             kernel, instruction, weights = (decode if m <= launch.DECODE_ROWS else wide)(spec, m)
             print(json.dumps(report(f"{label} M={m}", kernel, instruction, weights)), flush=True)
     for spec in (BASE, SPECS["odd g128"]):
-        for mt, kinds in tiles._FEW.items():
+        for mt, kinds in heuristics._FEW.items():
             for tile in (k.tile for k in kinds if spec is BASE or (mt == 2 and k.tile.r in (1, 7))):
                 label = f"{'odd' if spec.k % 128 else 'even'} ring {tile.r} {tile.groups} {tile.warps} {tile.cut} M={8 * mt}"
                 print(json.dumps(report(label, *decode(spec, 8 * mt, tile))), flush=True)

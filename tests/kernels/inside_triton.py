@@ -9,7 +9,7 @@ import sys
 import product
 
 from bitline.kernels import registry
-from bitline.kernels.fake_quantized import TritonFakeQuantLinearKernel
+from bitline.kernels.triton_fake_quant import TritonFakeQuantLinearKernel
 from bitline.types import no
 
 KERNELS = [(e.kernel, "cuda:sm90") for e in registry.entries() if e.kernel.backend in ("triton", "rdna", "marlin")]

@@ -26,7 +26,7 @@ def run_inside(file):
 def apply(kernel, weight, x, how=None, packed_bfloat=False):
     """The product, out of poisoned memory. how: None as the kernel itself chooses, "panels", or a tile of the fused kernel."""
     from bitline.kernels.triton import launch
-    from bitline.kernels.triton.tiles import Tile
+    from bitline.kernels.triton.heuristics import Tile
 
     with poison():
         packed = list(kernel.pack(weight).values())

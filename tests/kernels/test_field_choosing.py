@@ -12,9 +12,9 @@ import bitline
 from bitline.errors import InputError, NoKernelError
 from bitline.kernels import linear as field
 from bitline.kernels import registry
-from bitline.kernels.linear import choosing
-from bitline.kernels.linear.layers import read_layer
-from bitline.kernels.linear.outside import config_of, write_layer
+from bitline.protocol import choosing
+from bitline.protocol.foreign_kernel import config_of, write_layer
+from bitline.protocol.layer_reader import read_layer
 from bitline.select import Policy, choose
 
 BF16 = torch.bfloat16

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 import bitline
 from bitline.errors import InputError
 from bitline.kernels import registry
-from bitline.kernels.linear.layers import read_layer
-from bitline.kernels.linear.protocol import layer_kernel
 from bitline.platform import Platform
+from bitline.protocol.layer_kernel import layer_kernel
+from bitline.protocol.layer_reader import read_layer
 from bitline.testing.tolerance import compare
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoints"

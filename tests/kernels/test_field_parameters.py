@@ -8,8 +8,8 @@ from torch import nn
 import bitline
 from bitline.errors import InputError
 from bitline.kernels import linear as field
-from bitline.kernels.linear.layers import read_layer
-from bitline.kernels.linear.outside import config_of, write_layer
+from bitline.protocol.foreign_kernel import config_of, write_layer
+from bitline.protocol.layer_reader import read_layer
 from bitline.testing.tolerance import compare
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

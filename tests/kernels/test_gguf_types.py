@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bitline import Platform, types
-from bitline.formats.gguf_blocks import BLOCKS
+from bitline.formats.gguf.blocks import BLOCKS
 from bitline.kernels import registry
 from bitline.kernels.integers import integers
 from bitline.testing.conformance import check_kernel

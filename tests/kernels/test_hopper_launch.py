@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from bitline import InputError, types
-from bitline.kernels.hopper import launch, linear, tiles
+from bitline.kernels.hopper import heuristics, launch, linear
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.hopper.scheme import scheme_of
 from bitline.testing.generators import random_weight
 from bitline.types import LinearSpec
 
 SPEC = LinearSpec(200, 520, types.uint4, (1, 64), scale_dtype=torch.bfloat16, zero="int")
-SHAPES = list(tiles._COSTS)
+SHAPES = list(heuristics._COSTS)
 
 
 def packed(seed):
@@ -106,7 +106,7 @@ def test_decode_passes_addresses(device):
 
 
 def test_the_ring_passes_no_workspace_where_programs_share_nothing(device):
-    plan = launch._DecodePlan(SPEC, scheme_of(SPEC), 12, False, tiles.Decode(3, 1, 8, 0, 2, 1, True))
+    plan = launch._DecodePlan(SPEC, scheme_of(SPEC), 12, False, heuristics.Decode(3, 1, 8, 0, 2, 1, True))
     x, weight = torch.ones(12, 520).bfloat16(), packed(1)
     plan(x, weight, None)
     y = plan(x, weight, None)

@@ -5,12 +5,20 @@ import dataclasses
 import pytest
 import torch
 
-from bitline import bits, types
+from bitline import bitstream, types
 from bitline.errors import InputError
 from bitline.kernels.hopper import launch, layout
+from bitline.kernels.hopper.heuristics import (
+    _COSTS,
+    _FEW,
+    _programs,
+    decode_tile,
+    few_tile,
+    shares,
+    wide_tile,
+)
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel, _folded
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
-from bitline.kernels.hopper.tiles import _COSTS, _FEW, _programs, decode_tile, few_tile, shares, wide_tile
 from bitline.testing.generators import random_weight
 from bitline.types import LinearSpec
 
@@ -257,7 +265,7 @@ def test_what_it_takes_and_refuses():
 
 def test_codes_of_padding_do_not_depend_on_noise():
     weight = random_weight(BASE.replace(k=33, block=(1, 33)), 1)
-    clean = bits.pack(weight.unpacked(), 4)
+    clean = bitstream.pack(weight.unpacked(), 4)
     assert torch.equal(layout.pack_words(weight.codes, 4, 33, 0), layout.pack_words(clean, 4, 33, 0))
 
 

@@ -11,9 +11,9 @@ import bitline
 from bitline import types
 from bitline.errors import InputError, NoKernelError
 from bitline.kernels import linear as field
-from bitline.kernels.linear.layers import merge_static_ranges, read_layer
-from bitline.kernels.linear.outside import config_of, write_layer
 from bitline.kernels.registry import unregister_kernel
+from bitline.protocol.foreign_kernel import config_of, write_layer
+from bitline.protocol.layer_reader import merge_static_ranges, read_layer
 from bitline.select import Policy
 
 BF16 = torch.bfloat16
@@ -70,7 +70,7 @@ def gptq_layer(weight, act_order=False):
     layer.qweight = field.PackedParameter(words, packed_dim=0, packed_factor=8, input_dim=0, output_dim=1)
     layer.scales = field.GroupScaleParameter(weight.scale.t().contiguous(), s.block[1], input_dim=0, output_dim=1)
     if weight.zero is not None:
-        packed = bitline.bits.pack(weight.zero.t().contiguous(), 4).view(torch.int32)
+        packed = bitline.bitstream.pack(weight.zero.t().contiguous(), 4).view(torch.int32)
         layer.qzeros = field.PackedParameter(packed, packed_dim=1, packed_factor=8, input_dim=0, output_dim=1)
     return layer
 
@@ -95,7 +95,7 @@ def test_codes_packed_along_n_and_codes_in_bytes():
     weight = quantized("W4A16", {"group_size": 32}, 64, 96)
     config = config_of(weight.spec, "mp")
     layer = gptq_layer(weight)
-    along_n = bitline.bits.pack(weight.unpacked().t().contiguous(), 4).view(torch.int32)  # [K, N/8]
+    along_n = bitline.bitstream.pack(weight.unpacked().t().contiguous(), 4).view(torch.int32)  # [K, N/8]
     layer.qweight = field.PackedParameter(along_n, packed_dim=1, packed_factor=8, input_dim=0, output_dim=1)
     assert torch.equal(read_layer(layer, config, {}).dequantize(), weight.dequantize())
     layer.qweight = nn.Parameter((weight.unpacked().to(torch.int16) - 8).to(torch.int8), requires_grad=False)
@@ -308,7 +308,7 @@ class StrangersKernel(field.MPLinearKernel):
 
     def process_weights_after_loading(self, layer):
         k = self.config.partition_weight_shape[0]
-        codes = bitline.bits.unpack(layer.weight_packed.data.view(torch.uint8), 4, k).float() - 8
+        codes = bitline.bitstream.unpack(layer.weight_packed.data.view(torch.uint8), 4, k).float() - 8
         dense = codes * layer.weight_scale.data.float().repeat_interleave(self.config.group_size, 1)
         layer.dense = nn.Parameter(dense, requires_grad=False)
         del layer.weight_packed, layer.weight_scale

@@ -5,15 +5,15 @@ import torch
 
 from bitline import Platform, types
 from bitline.kernels import weight_only
-from bitline.kernels.hopper.linear import GluonHopperLinearKernel
-from bitline.kernels.marlin import (
+from bitline.kernels.aliases.marlin import (
     MarlinFP8ScaledMMLinearKernel,
     MarlinMxFp4LinearKernel,
     MarlinMxfp8LinearKernel,
     MarlinNvFp4LinearKernel,
 )
+from bitline.kernels.aliases.rdna3 import RDNA3W4A16LinearKernel
+from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
-from bitline.kernels.triton.rdna3 import RDNA3W4A16LinearKernel
 from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
 from bitline.types import ActSpec, LinearSpec
 

@@ -7,10 +7,10 @@ import torch
 
 from bitline import QuantLinear, choose, native, types
 from bitline.errors import BitlineError
-from bitline.kernels import native_cpu
-from bitline.kernels import native_cpu_pack as packing
-from bitline.kernels.native_cpu import CPUBatchInvariantLinearKernel
-from bitline.kernels.native_cpu import CPUWNA16LinearKernel as Kernel
+from bitline.kernels.cpu import native_cpu
+from bitline.kernels.cpu import native_cpu_pack as packing
+from bitline.kernels.cpu.native_cpu import CPUBatchInvariantLinearKernel
+from bitline.kernels.cpu.native_cpu import CPUWNA16LinearKernel as Kernel
 from bitline.select import Policy
 from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel, default_specs

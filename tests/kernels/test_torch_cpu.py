@@ -7,11 +7,11 @@ from hashlib import sha256
 import pytest
 import torch
 
-from bitline import bits
-from bitline.kernels import int4pack, torch_int4_cpu, torch_int8_cpu, torch_int8_mm
-from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel
-from bitline.kernels.torch_int8_cpu import TorchInt8PackLinearKernel
-from bitline.kernels.torch_int8_mm import TorchInt8ScaledMMLinearKernel
+from bitline import bitstream
+from bitline.kernels.torch import int4_cpu, int4_packing, int8_cpu, int8_mm
+from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
+from bitline.kernels.torch.int8_cpu import TorchInt8PackLinearKernel
+from bitline.kernels.torch.int8_mm import TorchInt8ScaledMMLinearKernel
 from bitline.linear import QuantLinear
 from bitline.platform import cpu_features
 from bitline.testing import check, check_exact, poison
@@ -45,7 +45,7 @@ def make(
         offset = torch.randint(-2, 3, spec.grid, generator=gen).float()
     made = QuantizedWeight(
         spec,
-        bits.pack(raw.to(torch.uint8), weight.bits),
+        bitstream.pack(raw.to(torch.uint8), weight.bits),
         scale.to(scale_dtype),
         zero=zeros if zero == "int" else None,
         offset=offset if zero == "float" else None,
@@ -97,7 +97,7 @@ class TestInt4:
     kernel = TorchInt4PackLinearKernel
 
     def test_layout_is_known_here(self):
-        assert int4pack.layout() is not None
+        assert int4_packing.layout() is not None
 
     @pytest.mark.parametrize("scalar", [*INTEGERS, float4_e2m1, SCALAR_TYPES["float6_e2m3"]], ids=str)
     @pytest.mark.parametrize("zero", ["none", "int", "float"])
@@ -128,22 +128,22 @@ class TestInt4:
     def test_both_sides_of_the_switch(self, scalar):
         weight = make(1088, 1024, scalar, 128, bias=True)
         planes = 1 if scalar is uint4b8 else 2
-        at = torch_int4_cpu._switch(1088 * 1024 * planes, planes, "amx" in cpu_features())
+        at = int4_cpu._switch(1088 * 1024 * planes, planes, "amx" in cpu_features())
         verify(self.kernel, weight, [int(at) - 1, int(at), int(at) + 1, int(at) + 2])
 
     def test_several_panels(self, monkeypatch):
-        monkeypatch.setattr(torch_int4_cpu, "PANEL", 130 * 256)
+        monkeypatch.setattr(int4_cpu, "PANEL", 130 * 256)
         for scalar, zero in ((uint4b8, "none"), (SCALAR_TYPES["uint8"], "int"), (SCALAR_TYPES["uint4"], "int")):
             verify(self.kernel, make(300, 256, scalar, 128, zero=zero, bias=True), [2000])
 
     def test_without_a_known_layout(self, monkeypatch):
-        monkeypatch.setattr(int4pack, "layout", lambda: None)
+        monkeypatch.setattr(int4_packing, "layout", lambda: None)
         verify(self.kernel, make(64, 64), [600])
 
     def test_rows_packed_in_chunks_are_the_whole(self):
         codes = torch.randint(0, 16, (192, 64), dtype=torch.uint8)
-        parts = [int4pack.convert(codes[r : r + 64]) for r in range(0, 192, 64)]
-        assert torch.equal(torch.cat(parts), int4pack.convert(codes))
+        parts = [int4_packing.convert(codes[r : r + 64]) for r in range(0, 192, 64)]
+        assert torch.equal(torch.cat(parts), int4_packing.convert(codes))
 
     def test_block_scales_and_cuts(self):
         whole = make(300, 512, uint4b8, block=(128, 128))
@@ -197,7 +197,7 @@ class TestInt8Pack:
 
     @pytest.mark.parametrize("m", [1, 200])
     def test_lossless(self, m, monkeypatch):
-        monkeypatch.setattr(torch_int8_cpu, "PANEL", 1000)
+        monkeypatch.setattr(int8_cpu, "PANEL", 1000)
         for scalar in FITS:
             weight = make(70, 90, scalar, lossless=True, act_order=True)
             x = inputs(m, weight, lossless=True)
@@ -205,7 +205,7 @@ class TestInt8Pack:
 
     def test_both_sides_of_the_switch(self):
         weight = make(1000, 1024, int8, bias=True)
-        at = int(torch_int8_cpu._switch(1000 * 1024, "amx" in cpu_features()))
+        at = int(int8_cpu._switch(1000 * 1024, "amx" in cpu_features()))
         verify(self.kernel, weight, [at - 1, at, at + 1, at + 2])
 
     def test_refusals(self):
@@ -243,8 +243,8 @@ class TestInt8MM:
 
     @pytest.mark.parametrize("m", [1, 2, 8, 9, 1030])
     def test_in_parts(self, m, monkeypatch):
-        monkeypatch.setattr(torch_int8_mm, "CACHED", 1000)
-        monkeypatch.setattr(torch_int8_mm, "SUMS", {"cpu": 200})
+        monkeypatch.setattr(int8_mm, "CACHED", 1000)
+        monkeypatch.setattr(int8_mm, "SUMS", {"cpu": 200})
         verify(self.kernel, make(50, 70, int8, act=ActSpec.parse("int8-dynamic-token-asym"), bias=True), [m])
 
     def test_sums_are_exact(self):

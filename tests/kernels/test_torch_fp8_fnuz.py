@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bitline import types
-from bitline.kernels import torch_fp8
+from bitline.kernels.torch import fp8
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
 
@@ -19,7 +19,7 @@ SPECS = [
 
 def test_the_change_of_codes_is_exact():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    changed = torch_fp8.fnuz(codes)
+    changed = fp8.fnuz(codes)
     assert changed.dtype == torch.float8_e4m3fnuz
     torch.testing.assert_close(2 * changed.float(), codes.float(), rtol=0, atol=0, equal_nan=True)
 
@@ -37,11 +37,11 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None):
 @pytest.mark.parametrize(
     "kernel",
     [
-        torch_fp8.PerTensorTorchFP8ScaledMMLinearKernel, torch_fp8.RowWiseTorchFP8ScaledMMLinearKernel,
-        torch_fp8.ChannelWiseTorchFP8ScaledMMLinearKernel,
+        fp8.PerTensorTorchFP8ScaledMMLinearKernel, fp8.RowWiseTorchFP8ScaledMMLinearKernel,
+        fp8.ChannelWiseTorchFP8ScaledMMLinearKernel,
     ],
 )  # fmt: skip
 def test_computes_what_the_spec_says(kernel, monkeypatch):
-    monkeypatch.setattr(torch_fp8, "_takes_fnuz", lambda device: True)
+    monkeypatch.setattr(fp8, "_takes_fnuz", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     assert len(check_kernel(kernel, SPECS, "rocm:gfx942").passed) >= 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bitline import types
-from bitline.kernels.torch_micro import CutlassNvFp4LinearKernel, TorchMxfp8LinearKernel
+from bitline.kernels.torch.microscaled import CutlassNvFp4LinearKernel, TorchMxfp8LinearKernel
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
 

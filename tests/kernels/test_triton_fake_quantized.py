@@ -6,9 +6,9 @@ from interpreter import inside, run_inside
 
 import bitline
 from bitline import Platform, types
-from bitline.activations import fake_quantize
-from bitline.kernels.fake_quantized import TritonFakeQuantLinearKernel as Kernel
-from bitline.kernels.fake_quantized import read_back, rounding
+from bitline.act_quant import fake_quantize
+from bitline.kernels.triton_fake_quant import TritonFakeQuantLinearKernel as Kernel
+from bitline.kernels.triton_fake_quant import read_back, rounding
 from bitline.select import Policy
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec

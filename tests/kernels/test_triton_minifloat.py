@@ -7,8 +7,8 @@ import pytest
 import torch
 from interpreter import INTERPRETED, apply, inside, run_inside
 
-from bitline import Platform, QuantizedWeight, bits, types
-from bitline.kernels import marlin
+from bitline import Platform, QuantizedWeight, bitstream, types
+from bitline.kernels.aliases import marlin
 from bitline.kernels.triton.layout import layout_of
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel as Kernel
 from bitline.testing import check, check_exact
@@ -19,7 +19,7 @@ from bitline.types import LinearSpec
 pytest.importorskip("triton")
 
 if INTERPRETED:
-    from bitline.kernels.triton.tiles import Tile
+    from bitline.kernels.triton.heuristics import Tile
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 MX4 = LinearSpec(33, 272, types.float4_e2m1, (1, 32), scale_dtype=E8M0)
@@ -91,7 +91,7 @@ def test_every_code_in_every_place(kind, dtype):
     fine = spec.replace(block=(1, 32), scale_dtype=E8M0)
     scale = torch.full(fine.grid, 120, dtype=torch.uint8)
     for s, table in ((spec, torch.ones(n, 1)), (fine, scale.view(E8M0))):
-        weight = QuantizedWeight(s, bits.pack(codes, kind.bits), table)
+        weight = QuantizedWeight(s, bitstream.pack(codes, kind.bits), table)
         want = values if s is spec else values * 2.0**-7
         want = torch.where(values.isfinite(), want, math.nan)
         for packed_bfloat in {False, dtype == torch.bfloat16}:

@@ -10,8 +10,8 @@ import torch
 from interpreter import inside, run_inside
 
 from bitline import types
-from bitline.activations import fake_quantize, quantize_input
-from bitline.kernels.triton import quantize
+from bitline.act_quant import fake_quantize, quantize_input
+from bitline.kernels.triton import act_quant
 from bitline.types import ActSpec
 
 pytest.importorskip("triton")
@@ -39,7 +39,7 @@ def _given(act):
 
 @pytest.fixture(params=["torch", pytest.param("triton", marks=inside)])
 def way(request, monkeypatch):
-    monkeypatch.setattr(quantize, "_compiled", lambda x: request.param == "triton")
+    monkeypatch.setattr(act_quant, "_compiled", lambda x: request.param == "triton")
     return request.param
 
 
@@ -53,14 +53,14 @@ def test_rows(way, act, dtype):
     x = _x(dtype)
     want, want_scale, want_zero = quantize_input(x, act, *_given(act))
     for rows, columns in ((5, 300), (8, 304)):
-        codes, scale, zero = quantize.rows_of(x, act, rows, columns, *_given(act))
+        codes, scale, zero = act_quant.rows_of(x, act, rows, columns, *_given(act))
         assert codes.shape == (rows, columns) and scale.shape in ((rows,), (1,))
         exact = way == "torch" or act.dtype is types.int8
         assert not exact or torch.equal(codes[:5, :300].view(torch.uint8), want.view(torch.uint8))
         assert not codes[5:].view(torch.uint8).any() and not codes[:, 300:].view(torch.uint8).any()
         assert torch.equal(scale[: want_scale.numel()], want_scale.view(-1)) and (zero is None) == (want_zero is None)
         assert zero is None or torch.equal(zero[: want_zero.numel()], want_zero.view(-1))
-    one = quantize.rows_of(x[:1], act, 4, 300, *_given(act))[1]
+    one = act_quant.rows_of(x[:1], act, 4, 300, *_given(act))[1]
     assert one.shape == ((4,) if act.granularity == "token" else (1,))
 
 
@@ -71,11 +71,11 @@ def test_groups(way, act, dtype, by_group, monkeypatch):
     x = _x(dtype)
     want = fake_quantize(x, act)
     for rows, columns in ((5, 300), (8, 384)):
-        codes, scale = quantize.groups_of(x, act, rows, columns, scales_by_group=by_group)
+        codes, scale = act_quant.groups_of(x, act, rows, columns, scales_by_group=by_group)
         found = codes.float() * scale.repeat_interleave(act.group_size, 1)[:, :columns]
         assert codes.shape == (rows, columns) and (way == "triton" or torch.equal(found[:5, :300], want))
         with monkeypatch.context() as patch:
-            patch.setattr(quantize, "_compiled", lambda x: False)
-            assert torch.equal(scale, quantize.groups_of(x, act, rows, columns)[1])
+            patch.setattr(act_quant, "_compiled", lambda x: False)
+            assert torch.equal(scale, act_quant.groups_of(x, act, rows, columns)[1])
         assert not codes[5:].view(torch.uint8).any() and not codes[:, 300:].view(torch.uint8).any()
         assert scale.stride() == ((1, rows) if by_group else (scale.shape[1], 1)) and bool((scale > 0).all())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreter import INTERPRETED, apply, inside, run_inside
 
-from bitline import Platform, QuantizedWeight, bits, types
+from bitline import Platform, QuantizedWeight, bitstream, types
 from bitline.kernels.triton.layout import layout_of
 from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
@@ -14,9 +14,9 @@ from bitline.types import LinearSpec
 pytest.importorskip("triton")
 
 if INTERPRETED:
+    from bitline.kernels.aliases.rdna3 import RDNA3W4A16LinearKernel
     from bitline.kernels.triton import launch
-    from bitline.kernels.triton.rdna3 import RDNA3W4A16LinearKernel
-    from bitline.kernels.triton.tiles import Machine, Tile, fused_limit
+    from bitline.kernels.triton.heuristics import Machine, Tile, fused_limit
     from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel as Kernel
 
 BASE = LinearSpec(40, 272, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def test_every_code_in_every_place(kind, dtype):
     """A row's codes go round all that there are, from another one in each row; x takes out one column at a time."""
     n, k = 1 << kind.bits, 288
     codes = ((torch.arange(n)[:, None] + torch.arange(k)) % n).to(torch.uint8)
-    weight = QuantizedWeight(LinearSpec(n, k, kind, (1, k), act_dtype=dtype), bits.pack(codes, kind.bits), torch.ones(n, 1))
+    weight = QuantizedWeight(LinearSpec(n, k, kind, (1, k), act_dtype=dtype), bitstream.pack(codes, kind.bits), torch.ones(n, 1))
     exact = torch.tensor(kind.values())[codes.int()].t()  # of which a table's values are rounded once, by either path
     for path in (None, "panels"):
         assert torch.equal(_apply(weight, torch.eye(k, dtype=dtype), path), exact.to(dtype))

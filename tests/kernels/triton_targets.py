@@ -12,12 +12,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bitline import types
-from bitline.kernels.fake_quantized import rounding
-from bitline.kernels.triton import fake_quantize_device, gemm_device, quantize_device, scaled_mm_device
+from bitline.kernels.triton.device import act_quant, fake_quant, gemm
+from bitline.kernels.triton.device import scaled_mm as scaled_mm_device
+from bitline.kernels.triton.heuristics import Machine, choose_tile
 from bitline.kernels.triton.launch import constants_of, format_of
 from bitline.kernels.triton.layout import layout_of
 from bitline.kernels.triton.scaled_mm import _tile as tile_of_scaled_mm
-from bitline.kernels.triton.tiles import Machine, choose_tile
+from bitline.kernels.triton_fake_quant import rounding
 from bitline.types import ActSpec, LinearSpec
 
 # name -> (target, what tiles depend on)
@@ -139,23 +140,23 @@ def compile_all(name):
             table = pointers(spec)
             if tile.splits > 1:
                 table["out_ptr"] = "*fp32"
-            kernel = compiled(gemm_device.gemm_kernel, table, constants, target)
+            kernel = compiled(gemm.gemm_kernel, table, constants, target)
             kernel.weights = tile.slices * tile.bn * layout.chunk // (tile.warps * target.warp_size)  # of a thread and round
             yield f"{label} M={m}", kernel
     table = {"parts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
-    yield "reduce", compiled(gemm_device.reduce_kernel, table, {"SPLITS": 8, "HAS_BIAS": True, "BLOCK": 512}, target)
+    yield "reduce", compiled(gemm.reduce_kernel, table, {"SPLITS": 8, "HAS_BIAS": True, "BLOCK": 512}, target)
     for label, spec in (("dequantize", BASE), ("dequantize NVFP4", VARIANTS["NVFP4"][0])):
         layout = layout_of(spec)
         constants = {"F": format_of(spec, packed_bfloat=False, panel=True), "GROUP": layout.group, "SPAN": layout.span,
                      "HAS_ZERO": False, "HAS_OFFSET": False, "BN": 32}  # fmt: skip
-        yield label, compiled(gemm_device.dequantize_kernel, pointers(spec), constants, target)
+        yield label, compiled(gemm.dequantize_kernel, pointers(spec), constants, target)
     if name in ("sm_90", "sm_120", "gfx1201"):
         table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", **LIMIT}
-        yield "fp8", compiled(quantize_device.quantize_kernel, table, {"TINY": 1e-7, "BLOCK": 4096, "num_warps": 8}, target)
+        yield "fp8", compiled(act_quant.quantize_kernel, table, {"TINY": 1e-7, "BLOCK": 4096, "num_warps": 8}, target)
     table = {"x_ptr": "*bf16", "out_ptr": "*bf16", "scale_ptr": "*fp32", "zero_ptr": "*i32", **LIMIT}
     for act, width in INPUTS:
         constants = {"R": rounding(act, True, True), "TINY": 1e-7, "GROUP": width, "TILE": max(1, 2048 // width), "num_warps": 4}
-        yield f"{act} read back", compiled(fake_quantize_device.fake_quantize_kernel, table, constants, target)
+        yield f"{act} read back", compiled(fake_quant.fake_quantize_kernel, table, constants, target)
     yield from scaled_mm(name, target, machine)
 
 
@@ -177,11 +178,11 @@ def scaled_mm(name, target, machine):
             yield f"{kind} M={m}", compiled(device.scaled_mm_kernel, table, constants, target)
     table = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32", **LIMIT}
     constants = {"ASYMMETRIC": True, "TINY": 1e-7, "BLOCK": 4096, "num_warps": 8}
-    yield "int8 of x", compiled(quantize_device.quantize_int8_kernel, table, constants, target)
+    yield "int8 of x", compiled(act_quant.quantize_int8_kernel, table, constants, target)
     if "fp8" in kinds:
         table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", **LIMIT}
         constants = {"POWER": True, "TINY": 1e-7, "GROUP": 128, "TILE": 16, "num_warps": 4}
-        yield "fp8 groups of x", compiled(quantize_device.quantize_groups_kernel, table, constants, target)
+        yield "fp8 groups of x", compiled(act_quant.quantize_groups_kernel, table, constants, target)
 
 
 for label, kernel in compile_all(sys.argv[1]):

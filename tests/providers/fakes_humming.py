@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from fakes import bind, module
 
-from bitline import bits
+from bitline import bitstream
 from bitline import types as bt
 
 TORCH = {
@@ -80,14 +80,14 @@ def transform_humming_tensors(*args, **kwargs):
 def decoded(c, weight, scale, zero, scale2):
     """The weight [N, K], float64."""
     w, b = c.w, width(c.w.b_dtype)
-    codes = bits.unpack(weight.view(torch.uint8), b, c.k).long()
+    codes = bitstream.unpack(weight.view(torch.uint8), b, c.k).long()
     if w.b_dtype in FLOATS:
         values = torch.tensor(FLOATS[w.b_dtype].values(), dtype=torch.float64)[codes]
     elif zero is None:
         values = codes.double() - (1 << (b - 1))
     else:
         groups = zero.shape[1]
-        zeros = bits.unpack(zero.t().contiguous().view(torch.uint8), b, c.n).long().t()
+        zeros = bitstream.unpack(zero.t().contiguous().view(torch.uint8), b, c.n).long().t()
         values = (codes - zeros.repeat_interleave(c.k // groups, 1)).double()
     scale = scale.view(1, 1) if scale.dim() == 1 else scale
     wide = scale.float().double().repeat_interleave(c.n // scale.shape[0], 0).repeat_interleave(c.k // scale.shape[1], 1)

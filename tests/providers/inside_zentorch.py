@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import bitline
-from bitline import Platform, bits, types
-from bitline.activations import exact_div
+from bitline import Platform, bitstream, types
+from bitline.act_quant import exact_div
 from bitline.kernels import linear as field
 from bitline.kernels.providers.zentorch import ZentorchInt8ScaledMMLinearKernel, ZentorchWNA16LinearKernel
 from bitline.select import Policy
@@ -78,7 +78,7 @@ def ct_layer(weight, group):
     layer.weight_packed = field.PackedParameter(weight.codes.view(torch.int32).clone(), packed_dim=1, packed_factor=8)
     layer.weight_scale = field.GroupScaleParameter(weight.scale.clone(), group)
     if weight.zero is not None:
-        packed = bits.pack(weight.zero.t().contiguous(), 4).view(torch.int32).t().contiguous()
+        packed = bitstream.pack(weight.zero.t().contiguous(), 4).view(torch.int32).t().contiguous()
         layer.weight_zero_point = field.PackedParameter(packed, packed_dim=0, packed_factor=8)
     return layer, config
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from bitline import Platform, types
-from bitline.activations import fake_quantize
-from bitline.kernels import microscale
+from bitline.act_quant import fake_quantize
+from bitline.kernels import microscaled
 from bitline.kernels.providers import flashinfer
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
@@ -45,14 +45,14 @@ def test_computes_what_the_spec_says(kernel, place, specs):
     assert len(report.passed) == len(specs) - len(refused) > 0, report.refused
 
 
-@pytest.mark.parametrize("micro", [microscale.NVFP4, microscale.MXFP4, microscale.MXFP8], ids=lambda m: m.family)
+@pytest.mark.parametrize("micro", [microscaled.NVFP4, microscaled.MXFP4, microscaled.MXFP8], ids=lambda m: m.family)
 def test_the_input_is_quantized_as_defined(micro):
     torch.manual_seed(3)
     x = (torch.randn(9, 128) * torch.logspace(-4, 3, 9)[:, None]).bfloat16()
     x[4] = 0
     act = ActSpec(types.SCALAR_TYPES[micro.weight], True, "group", micro.columns, scale=micro.rule)
     top = torch.tensor([7.5]) if micro.rule == "e4m3" else None
-    codes, scales = microscale.quantize_micro(x, micro, top)
+    codes, scales = microscaled.quantize_micro(x, micro, top)
     values = fakes.e2m1(codes) if micro.per_byte == 2 else codes.double()
     read = fakes.scaled(values, scales, micro.columns, micro.rule) / (1.0 if top is None else top.double())
     assert torch.allclose(read, fake_quantize(x, act, top).double(), rtol=1e-6, atol=0)

@@ -6,7 +6,7 @@ import torch
 
 import bitline
 from bitline import Platform, types
-from bitline.activations import fake_quantize
+from bitline.act_quant import fake_quantize
 from bitline.errors import InputError
 from bitline.kernels.providers import xpu, xpu_fp8
 from bitline.select import Policy

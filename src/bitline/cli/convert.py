@@ -13,8 +13,8 @@ from typing import Any
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from bitline.cli.console import err, out
 from bitline.cli.fetch import local_path
-from bitline.cli.main import err, out
 from bitline.cli.render import put, size, table
 from bitline.conversion import LayerReport, convert
 

@@ -18,20 +18,21 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from bitline import __version__, checkpoint, env, native
-from bitline.cli.main import out
+from bitline import checkpoint, env, native
+from bitline.cli.console import out
 from bitline.cli.render import at_commas, facts, hanging, put, rate, size, table
 from bitline.cli.scheme import scheme_text
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
 from bitline.linear import QuantLinear
 from bitline.platform import PACKAGES, Platform, cpu_name, installed_packages
-from bitline.rounding import quantize
+from bitline.rtn import quantize
 from bitline.select import ask, short_name
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import random_weight
 from bitline.testing.tolerance import compare
 from bitline.types import LinearSpec, float6_e2m3
+from bitline.version import __version__
 from bitline.weight import QuantizedWeight
 
 _MXFP6 = LinearSpec(64, 256, float6_e2m3, (1, 32), scale_dtype=torch.float8_e8m0fnu)

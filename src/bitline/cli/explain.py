@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bitline import bits
+from bitline import bitstream
 from bitline.checkpoint import open_checkpoint
 from bitline.cli import packages
 from bitline.cli.fetch import local_path
@@ -18,9 +18,9 @@ from bitline.cli.options import dtype_of
 from bitline.cli.render import layer_names
 from bitline.cli.scheme import scheme_text
 from bitline.errors import InputError
+from bitline.model.meta_model import default_dtype
 from bitline.platform import PACKAGES, Platform
 from bitline.select import Choice, Policy, choose
-from bitline.skeleton import default_dtype
 from bitline.types import LinearSpec, dtype_name
 from bitline.weight import QuantizedWeight
 
@@ -134,7 +134,7 @@ def hollow(spec: LinearSpec) -> QuantizedWeight:
     grid2 = None if spec.scale2_block is None else spec.replace(block=spec.scale2_block, block_offset=(0, 0)).grid
     static = spec.act is not None and not spec.act.dynamic
     return QuantizedWeight(
-        spec, make((spec.n, bits.row_bytes(spec.k, spec.weight.bits)), torch.uint8), make(spec.grid, spec.scale_dtype),
+        spec, make((spec.n, bitstream.row_bytes(spec.k, spec.weight.bits)), torch.uint8), make(spec.grid, spec.scale_dtype),
         zero=make(spec.grid, torch.uint8) if spec.zero == "int" else None,
         offset=make(spec.grid, spec.scale_dtype) if spec.zero == "float" else None,
         scale2=None if grid2 is None else make(grid2),

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from bitline.cli.main import out
+from bitline.cli.console import out
 from bitline.cli.render import at_commas, hanging, put, rate, size, table
 from bitline.select import seconds, short_name
 

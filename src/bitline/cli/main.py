@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from bitline import __version__
+from bitline.cli.console import err
 from bitline.errors import BitlineError
+from bitline.version import __version__
 
 app = typer.Typer(
     name="bitline",
@@ -28,8 +28,6 @@ app = typer.Typer(
 )
 INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__mro__[2]  # ClickException, whose module differs among typer's versions
-out = Console()
-err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Backend = Annotated[str | None, typer.Option(metavar="NAME", help="Use this provider's kernels where they can run a layer.")]

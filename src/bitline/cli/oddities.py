@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bitline.checkpoint import Checkpoint
 from bitline.cli.render import last_word
-from bitline.formats._patterns import Effort, Pattern, PatternError
 from bitline.formats.base import LayerRecord, TensorInfo
-from bitline.formats.config import quantization_config
+from bitline.formats.common.patterns import Effort, Pattern, PatternError
+from bitline.formats.quant_config import quantization_config
 from bitline.types import LinearSpec
 
 HALF_MAX, HALF_TINY, HALF_LEAST = 65504.0, 2.0**-14, 2.0**-24  # of float16: the largest, the smallest normal, the smallest

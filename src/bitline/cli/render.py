@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bitline.cli.main import out
+from bitline.cli.console import out
 
 _MOST_KINDS = 8  # of layers, named in one row
 

@@ -12,16 +12,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from bitline.cli.console import err, out
 from bitline.cli.fetch import local_path
-from bitline.cli.main import err, out
 from bitline.cli.options import device_of, dtype_of
 from bitline.cli.render import layer_names, size, table
-from bitline.embedding import QuantEmbedding
-from bitline.generate import encode, generate, load_tokenizer
-from bitline.model import PlanRow, load_model, plan, quant_linears, quiet_transformers
+from bitline.model.embedding import QuantEmbedding
+from bitline.model.generate import encode, generate, load_tokenizer
+from bitline.model.load import PlanRow, load_model, plan, quant_linears, quiet_transformers
+from bitline.model.verify import LayerCheck, check_layers
 from bitline.platform import Platform
 from bitline.select import Policy, short_name
-from bitline.verify import LayerCheck, check_layers
 
 
 def run_report(

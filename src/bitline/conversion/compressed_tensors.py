@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from bitline import types
-from bitline.conversion import base, packing, scales2
+from bitline.conversion import base, global_scale, packing
 from bitline.conversion.base import NotExact
 from bitline.conversion.names import by_value, patterns
 from bitline.conversion.original import Original
-from bitline.formats.ct_config import QuantArgs, act_spec
+from bitline.formats.compressed_tensors.config import QuantArgs, act_spec
 from bitline.types import ActSpec, LinearSpec
 from bitline.weight import QuantizedWeight
 
@@ -83,7 +83,7 @@ class CompressedTensorsTarget:
         else:
             tensors["weight_scale"] = weight.scale.contiguous().reshape(1 if s.block == (s.n, s.k) else weight.scale.shape)
         if s.scale2_block is not None:
-            tensors["weight_global_scale"] = scales2.divisor(weight)
+            tensors["weight_global_scale"] = global_scale.divisor(weight)
         if weight.input_scale is not None and s.act is not None:
             name = "input_global_scale" if s.act.scale == "e4m3" else "input_scale"
             tensors[name] = weight.input_scale.reshape(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bitline.conversion.packing import raw_bytes
 from bitline.errors import ConversionError
-from bitline.formats.source import DTYPES
+from bitline.formats.io.safetensors_source import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_HEADER = 1 << 20  # bytes that are kept free for a shard's header; a shard that needs more is closed

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitline import __version__, types
+from bitline import types
 from bitline.conversion import base, packing
 from bitline.conversion.base import NotExact
 from bitline.conversion.names import by_value, patterns
 from bitline.conversion.original import HEADS, Original
 from bitline.types import LinearSpec
+from bitline.version import __version__
 from bitline.weight import QuantizedWeight
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitline import __version__, types
-from bitline.conversion import base, packing, scales2
+from bitline import types
+from bitline.conversion import base, global_scale, packing
 from bitline.conversion.base import NotExact
 from bitline.conversion.original import Original
-from bitline.formats.modelopt_config import Algorithm
+from bitline.formats.modelopt.config import Algorithm
 from bitline.types import LinearSpec
+from bitline.version import __version__
 from bitline.weight import QuantizedWeight
 
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -79,10 +80,10 @@ class ModelOptTarget:
             if s.scale_dtype == _E8M0:
                 tensors = {"weight": codes, "weight_scale": scale.view(torch.uint8)}
             else:
-                tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": scales2.factor(weight)}
+                tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": global_scale.factor(weight)}
         if weight.input_scale is not None and s.act is not None:
             inverse = s.act.scale == "e4m3"
-            value = scales2.reciprocal(weight.input_scale) if inverse else weight.input_scale.float().reshape(())
+            value = global_scale.reciprocal(weight.input_scale) if inverse else weight.input_scale.float().reshape(())
             tensors["input_scale"] = value
         if weight.input_multiplier is not None:
             tensors["pre_quant_scale"] = weight.input_multiplier

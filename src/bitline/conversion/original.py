@@ -11,12 +11,11 @@ from torch import Tensor
 
 from bitline.checkpoint import Checkpoint
 from bitline.formats.base import LayerRecord
-from bitline.formats.config import SIDE_FILES, quantization_config
+from bitline.formats.quant_config import SIDE_FILES
 from bitline.weight import QuantizedWeight
 
 EMBEDDINGS = {"embed_tokens", "tok_embeddings", "word_embeddings", "wte", "wpe", "position_embeddings"}
 HEADS = {"lm_head", "embed_out"}
-_CONFIGS = ("quantization_config", "compression_config")
 # Files that belong to a model and hold no weights. Anything else is left where it is, and the report says so.
 _SUFFIXES = {".json", ".jinja", ".txt", ".model", ".md", ".py", ".tiktoken", ".spm", ".vocab", ".bpe", ".yaml", ".yml"}
 _NAMES = ("license", "notice", "readme", "usage", "tokenizer.model")  # and tokenizer.model.v3 of Mistral
@@ -95,33 +94,3 @@ class Original:
             else:
                 left.append(path.name)
         return taken, left
-
-
-def original_of(checkpoint: Checkpoint) -> Original:
-    """The layers, tensors and settings of a checkpoint; a GGUF file's through transformers, which knows what they are."""
-    if checkpoint.is_gguf:
-        from bitline.conversion.gguf_source import gguf_original
-
-        return gguf_original(checkpoint)
-    source = checkpoint.source
-    folder: Path | None = checkpoint.path
-    if not checkpoint.path.is_dir():  # a file alone does not own what lies beside it, unless a config says that it does
-        folder = checkpoint.path.parent if source.config else None
-    records, dense = checkpoint.layers(), checkpoint.dense_names()
-    place = {name: i for i, name in enumerate(source.tensors)}
-    items: list[Layer | Plain] = [Layer(r.name, r, r.weight) for r in records]
-    items += [Plain(n, source.tensors[n].shape, source.tensors[n].nbytes, _reader(checkpoint, n)) for n in dense]
-    items.sort(key=lambda item: place[item.record.tensors[0] if isinstance(item, Layer) else item.name])
-    config = {key: _without(value) for key, value in source.config.items() if key not in _CONFIGS}
-    return Original(checkpoint, items, config, quantization_config(source), folder)
-
-
-def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
-    return lambda: checkpoint.read(name)
-
-
-def _without(value: Any) -> Any:
-    """A part of the config without a quantization config of its own (multimodal models nest it)."""
-    if isinstance(value, Mapping):
-        return {k: v for k, v in value.items() if k not in _CONFIGS}
-    return value

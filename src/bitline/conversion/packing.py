@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitline import bits
-from bitline.formats._words import AWQ_FIELD_TO_COLUMN, PLANES
+from bitline import bitstream
+from bitline.formats.common.packed_int32 import AWQ_FIELD_TO_COLUMN, PLANES
 
 
 def clean_rows(codes: Tensor, width: int, k: int) -> Tensor:
@@ -41,16 +41,16 @@ def column_words(codes: Tensor, width: int, k: int) -> Tensor:
 def planar_words(codes: Tensor, width: int, k: int) -> Tensor:
     """Canonical rows as planar words along K, int32 [k*width/32, N]: GPTQModel's gptq_p. k is a multiple of 32."""
     out = torch.empty(k * width // 32, codes.shape[0], dtype=torch.int32)
-    step = bits.rows_per_chunk(k)
+    step = bitstream.rows_per_chunk(k)
     for r in range(0, codes.shape[0], step):
-        out[:, r : r + step] = _planes(bits.unpack(codes[r : r + step], width, k), width).t()
+        out[:, r : r + step] = _planes(bitstream.unpack(codes[r : r + step], width, k), width).t()
     return out
 
 
 def _planes(fields: Tensor, width: int) -> Tensor:
     """One code per byte, uint8 [R, C], C a multiple of 32, to planar words int32 [R, C*width/32]."""
     blocks = fields.reshape(-1, 32)
-    planes = [bits.pack(blocks >> shift, plane) for plane, shift in PLANES[width]]
+    planes = [bitstream.pack(blocks >> shift, plane) for plane, shift in PLANES[width]]
     return torch.cat(planes, 1).view(torch.int32).view(fields.shape[0], -1)
 
 
@@ -58,7 +58,7 @@ def field_words(fields: Tensor, width: int, *, planar: bool = False) -> Tensor:
     """One code per byte, uint8 [R, C], to words int32 [R, ceil(C*width/32)]; planar: C is a multiple of 32."""
     if planar:
         return _planes(fields, width)
-    return _words(bits.pack(fields, width))
+    return _words(bitstream.pack(fields, width))
 
 
 def awq_fields(fields: Tensor) -> Tensor:
@@ -71,9 +71,9 @@ def awq_words(codes: Tensor, k: int) -> Tensor:
     """Canonical 4-bit rows as AWQ's words along N, int32 [k, N/8]. N is a multiple of 8."""
     n = codes.shape[0]
     out = torch.empty(k, n // 8, dtype=torch.int32)
-    step = max(8, bits.rows_per_chunk(k) // 8 * 8)
+    step = max(8, bitstream.rows_per_chunk(k) // 8 * 8)
     for r in range(0, n, step):
-        columns = bits.unpack(codes[r : r + step], 4, k).t().contiguous()
+        columns = bitstream.unpack(codes[r : r + step], 4, k).t().contiguous()
         out[:, r // 8 : (r + step) // 8] = field_words(awq_fields(columns), 4)
     return out
 
@@ -81,24 +81,24 @@ def awq_words(codes: Tensor, k: int) -> Tensor:
 def row_pairs(codes: Tensor, k: int) -> Tensor:
     """Canonical `uint4b8` rows as ModelOpt's bytes, uint8 [N/2, k]: row 2i low, 2i + 1 high, two's complement."""
     out = torch.empty(codes.shape[0] // 2, k, dtype=torch.uint8)
-    step = max(2, bits.rows_per_chunk(k) // 2 * 2)
+    step = max(2, bitstream.rows_per_chunk(k) // 2 * 2)
     for r in range(0, codes.shape[0], step):
-        rows = bits.unpack(codes[r : r + step], 4, k)
+        rows = bitstream.unpack(codes[r : r + step], 4, k)
         out[r // 2 : (r + step) // 2] = (rows[0::2] | (rows[1::2] << 4)) ^ 0x88
     return out
 
 
 def unordered(codes: Tensor, width: int, k: int, perm: Tensor) -> Tensor:
     """Rows whose column j belongs at input column perm[j], with their columns in the order of the input."""
-    return bits.take(codes, width, k, perm.long().argsort())
+    return bitstream.take(codes, width, k, perm.long().argsort())
 
 
 def signed_bytes(codes: Tensor, width: int, k: int) -> Tensor:
     """Canonical unsigned rows as one byte a code, less the middle, uint8 [N, k] in two's complement."""
     out = torch.empty(codes.shape[0], k, dtype=torch.uint8)
-    step = bits.rows_per_chunk(k)
+    step = bitstream.rows_per_chunk(k)
     for r in range(0, codes.shape[0], step):
-        out[r : r + step] = bits.unpack(codes[r : r + step], width, k) - (1 << (width - 1))  # modulo 256
+        out[r : r + step] = bitstream.unpack(codes[r : r + step], width, k) - (1 << (width - 1))  # modulo 256
     return out
 
 

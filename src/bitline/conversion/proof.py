@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitline import bits
+from bitline import bitstream
 from bitline.checkpoint import Checkpoint, open_checkpoint
 from bitline.conversion.original import Original, Plain
 from bitline.conversion.packing import raw_bytes, same_numbers
+from bitline.conversion.plan import Written
 from bitline.conversion.sinks import Sink
 from bitline.errors import ConversionError
 from bitline.weight import QuantizedWeight
-
-if TYPE_CHECKING:
-    from bitline.conversion.run import Written
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class _Found:
 
     def chunks(self) -> Iterator[tuple[Any, Tensor]]:
         """Rows of the original, and what they are in the result, float32."""
-        n, step = self.weight.spec.n, bits.rows_per_chunk(self.weight.spec.k)
+        n, step = self.weight.spec.n, bitstream.rows_per_chunk(self.weight.spec.k)
         for r in range(0, n, step):
             rows = slice(r, min(r + step, n))
             yield (rows if self.order is None else self.order[rows]), self.weight.dequantize_rows(rows)

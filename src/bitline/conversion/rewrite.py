@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitline import bits
+from bitline import bitstream
 from bitline.conversion.base import NotExact
 from bitline.types import LinearSpec, ScalarType, dtype_name
 from bitline.weight import QuantizedWeight
@@ -84,8 +84,8 @@ def _codes(weight: QuantizedWeight, zero: Tensor | None, form: LinearSpec) -> Te
     if not subtract and shift == 0 and to.bits == s.weight.bits and to.signed == s.weight.signed:
         return weight.codes
     low, high = 0, (1 << to.bits) - 1
-    out = torch.empty(s.n, bits.row_bytes(s.k, to.bits), dtype=torch.uint8)
-    step = max(1, bits.rows_per_chunk(s.k) // 4)
+    out = torch.empty(s.n, bitstream.row_bytes(s.k, to.bits), dtype=torch.uint8)
+    step = max(1, bitstream.rows_per_chunk(s.k) // 4)
     groups = weight.column_groups() if subtract else None
     seen_low, seen_high = high, low
     for r in range(0, s.n, step):
@@ -99,7 +99,7 @@ def _codes(weight: QuantizedWeight, zero: Tensor | None, form: LinearSpec) -> Te
             found = f"{seen_low - shift} to {seen_high - shift} or more" if subtract else f"{s.weight.bits} bits"
             raise NotExact(f"codes less their zero points are {found}, and {to.name} holds {low - shift} to {high - shift}")
         packed = values.to(torch.uint8)
-        out[r : r + step] = bits.pack(packed ^ (1 << (to.bits - 1)) if to.signed else packed, to.bits)
+        out[r : r + step] = bitstream.pack(packed ^ (1 << (to.bits - 1)) if to.signed else packed, to.bits)
     return out
 
 

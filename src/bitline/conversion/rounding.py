@@ -10,7 +10,7 @@ from torch import Tensor
 from bitline.conversion.base import NotExact
 from bitline.conversion.rewrite import rewrite
 from bitline.errors import InputError
-from bitline.rounding import quantize
+from bitline.rtn import quantize
 from bitline.types import LinearSpec, dtype_name
 from bitline.weight import QuantizedWeight
 

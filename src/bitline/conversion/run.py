@@ -6,7 +6,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,15 +15,17 @@ from bitline.conversion.awq import AWQTarget
 from bitline.conversion.base import NotExact, Target
 from bitline.conversion.compressed_tensors import CompressedTensorsTarget
 from bitline.conversion.fp8 import FP8Target
-from bitline.conversion.gguf import GGUFTarget
+from bitline.conversion.gguf.target import GGUFTarget
 from bitline.conversion.gptq import GPTQTarget
 from bitline.conversion.modelopt import ModelOptTarget
-from bitline.conversion.original import EMBEDDINGS, Layer, Original, original_of
+from bitline.conversion.original import EMBEDDINGS, Layer, Original
+from bitline.conversion.plan import Plan, Written
 from bitline.conversion.proof import Proof, digest, prove
 from bitline.conversion.report import ConversionReport, LayerReport
 from bitline.conversion.rewrite import changes, narrowed, rewrite
 from bitline.conversion.rounding import rounded
 from bitline.conversion.sinks import FolderSink, GGUFSink, Sink, cannot_write, check_file, check_folder, count_kinds
+from bitline.conversion.source import original_of
 from bitline.errors import BitlineError, ConversionError, InputError
 from bitline.types import LinearSpec, dtype_name
 from bitline.weight import QuantizedWeight
@@ -35,29 +36,6 @@ TARGETS: dict[str, type[Target]] = {
 }  # fmt: skip
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NAMED = 4  # layers that a refusal names
-
-
-@dataclass
-class Plan:
-    """What is to become of a layer, from its header. form: what it is rounded to, or None. plain: stored as plain weights."""
-
-    layer: Layer
-    spec: LinearSpec
-    forms: list[LinearSpec] = field(default_factory=list)
-    fallback: LinearSpec | None = None
-    plain: bool = False
-    refused: NotExact | None = None
-
-
-@dataclass(frozen=True)
-class Written:
-    """What became of a layer. form: None where it was stored as plain weights. digest: of a rounded weight."""
-
-    plan: Plan
-    form: LinearSpec | None
-    changes: tuple[str, ...]
-    nbytes: int
-    digest: str = ""
 
 
 def convert(

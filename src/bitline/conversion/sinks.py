@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bitline.conversion import gguf_blocks
 from bitline.conversion.base import Target
 from bitline.conversion.files import ShardWriter, header_bytes, write_json
-from bitline.conversion.gguf_file import GGUFWriter, plain_type
-from bitline.conversion.gguf_model import GGUFModel
+from bitline.conversion.gguf import blocks
+from bitline.conversion.gguf.model import GGUFModel
+from bitline.conversion.gguf.writer import GGUFWriter, plain_type
 from bitline.conversion.original import Layer, Original, Plain
 from bitline.conversion.packing import same_numbers
 from bitline.errors import CheckpointError, ConversionError, InputError
@@ -174,7 +174,7 @@ class GGUFSink:
         order = self.model.order(layer.name)
         tensors = self.target.pack(weight if order is None else weight.take_rows(order))
         name = self.model.names[layer.name]
-        self._file.add(f"{name}.weight", tensors["weight"], gguf_blocks.kind_of(weight.spec)[1])
+        self._file.add(f"{name}.weight", tensors["weight"], blocks.kind_of(weight.spec)[1])
         if "bias" in tensors:
             self._file.add(f"{name}.bias", tensors["bias"], plain_type(tensors["bias"]))
         return sum(tensor.nbytes for tensor in tensors.values())
@@ -299,7 +299,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 def count_kinds(forms: Mapping[str, LinearSpec]) -> Counter[str]:
     """How many layers get each GGUF block type, as far as their forms tell."""
-    return Counter(gguf_blocks.kind_of(form)[0] for form in forms.values())
+    return Counter(blocks.kind_of(form)[0] for form in forms.values())
 
 
 def cannot_write(error: OSError, result: Path) -> ConversionError:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitline import bits, types
+from bitline import bitstream, types
 from bitline.errors import CheckpointError
-from bitline.formats._hints import is_known, left_alone
-from bitline.formats._json import parse_object
-from bitline.formats._layer import FLOATS, Layer
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
-from bitline.formats.config import find_quantization
+from bitline.formats.common.ignored_modules import is_known, left_alone
+from bitline.formats.common.module_tensors import FLOATS, Layer
+from bitline.formats.io.json_object import parse_object
+from bitline.formats.quant_config import find_quantization
 from bitline.types import LinearSpec, ScalarType
 
 _TYPES: dict[str, ScalarType] = {"nf4": types.nf4, "fp4": types.fp4_bnb}
@@ -185,12 +185,12 @@ def _codes(stored: Tensor, state: _State) -> Tensor:
     flat = (flat << 4).bitwise_or_(flat >> 4)
     if state.k % 2 == 0:
         return flat.view(state.n, state.k // 2)
-    out = torch.empty(state.n, bits.row_bytes(state.k, 4), dtype=torch.uint8)
-    step = 2 * bits.rows_per_chunk(2 * state.k)  # every second row begins in the middle of a byte
+    out = torch.empty(state.n, bitstream.row_bytes(state.k, 4), dtype=torch.uint8)
+    step = 2 * bitstream.rows_per_chunk(2 * state.k)  # every second row begins in the middle of a byte
     for r in range(0, state.n, step):
         rows = min(step, state.n - r)
         part = flat[r * state.k // 2 : -(-(r + rows) * state.k // 2)].unsqueeze(0)
-        out[r : r + rows] = bits.pack(bits.unpack(part, 4, rows * state.k).reshape(rows, state.k), 4)
+        out[r : r + rows] = bitstream.pack(bitstream.unpack(part, 4, rows * state.k).reshape(rows, state.k), 4)
     return out
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from bitline import types
 from bitline.errors import CheckpointError
-from bitline.formats._hints import Hints
-from bitline.formats._intconfig import AUTO_ROUND
-from bitline.formats._json import invalid_config
-from bitline.formats._layer import E8M0, FLOATS, NUMBER, Layer
-from bitline.formats._stacks import unstacked
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
-from bitline.formats.config import find_quantization, quantization_config
+from bitline.formats.common.expert_stacks import unstacked
+from bitline.formats.common.ignored_modules import Hints
+from bitline.formats.common.module_tensors import E8M0, FLOATS, NUMBER, Layer
+from bitline.formats.gptq_awq.config import AUTO_ROUND
+from bitline.formats.io.json_object import invalid_config
+from bitline.formats.quant_config import find_quantization, quantization_config
 from bitline.types import ActSpec, LinearSpec
 
 FP8 = {

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from bitline import bits, types
+from bitline import bitstream, types
 from bitline.errors import CheckpointError
-from bitline.formats._hints import left_alone
-from bitline.formats._layer import FLOATS, NUMBER, Layer
 from bitline.formats.base import LayerRecord, TensorSource, without_codes
-from bitline.formats.config import find_quantization
+from bitline.formats.common.ignored_modules import left_alone
+from bitline.formats.common.module_tensors import FLOATS, NUMBER, Layer
+from bitline.formats.quant_config import find_quantization
 from bitline.types import LinearSpec, ScalarType
 
 # packing: the type, bits of a stored word, and the shift of each slice of rows, the first of them first
@@ -162,15 +162,15 @@ class _Module(Layer):
 def _rows(words: Tensor, shifts: tuple[int, ...], spec: LinearSpec) -> Tensor:
     """Words, whose fields are slices of the flattened weight, to canonical rows, uint8 [N, ceil(K*bits/8)]: a chunk at a time."""
     n, k, width, count = spec.n, spec.k, spec.weight.bits, words.numel()
-    out = torch.empty(n, bits.row_bytes(k, width), dtype=torch.uint8)
-    step = bits.rows_per_chunk(k)
+    out = torch.empty(n, bitstream.row_bytes(k, width), dtype=torch.uint8)
+    step = bitstream.rows_per_chunk(k)
     for r in range(0, n, step):
         first, last = r * k, min(r + step, n) * k
         parts = []
         for i in range(first // count, -(-last // count)):
             part = words[max(0, first - i * count) : last - i * count]
             parts.append(((part >> shifts[i]) & ((1 << width) - 1)).to(torch.uint8))  # the mask drops the copied sign
-        out[r : r + step] = bits.pack(torch.cat(parts).view(-1, k), width)
+        out[r : r + step] = bitstream.pack(torch.cat(parts).view(-1, k), width)
     return out
 
 

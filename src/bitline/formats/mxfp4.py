@@ -11,10 +11,10 @@ import torch
 
 from bitline import types
 from bitline.errors import CheckpointError, WeightError
-from bitline.formats._hints import left_alone
-from bitline.formats._layer import E8M0, FLOATS
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_experts, in_tensor, without_codes
-from bitline.formats.config import find_quantization, quantization_config
+from bitline.formats.common.ignored_modules import left_alone
+from bitline.formats.common.module_tensors import E8M0, FLOATS
+from bitline.formats.quant_config import find_quantization, quantization_config
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bitline import bits
-from bitline.activations import fake_quantize
-from bitline.kernels import cpu_costs
+from bitline import bitstream
+from bitline.act_quant import fake_quantize
 from bitline.kernels.base import Kernel, Packed, matmul_rate, roofline
+from bitline.kernels.cpu import cpu_costs
 from bitline.platform import Platform, cpu_features
 from bitline.types import YES, LinearSpec, Verdict
 from bitline.weight import QuantizedWeight
@@ -51,7 +51,7 @@ class ReferenceLinearKernel(Kernel):
         y = x.new_empty(x.shape[0], spec.n)
         product = torch.float32 if _half_is_slow(x) else x.dtype
         inputs = x.to(product)
-        step = bits.rows_per_chunk(spec.k)
+        step = bitstream.rows_per_chunk(spec.k)
         for r in range(0, spec.n, step):
             rows = slice(r, min(r + step, spec.n))
             part = None if bias is None else bias[rows].to(product)
@@ -65,11 +65,11 @@ class ReferenceLinearKernel(Kernel):
         passes over it as the formula has operators: about 8, 32 for micro-scaled inputs."""
         if platform.vendor == "cpu":
             weights = spec.n * spec.k
-            chunk = bits.rows_per_chunk(spec.k) * spec.k
+            chunk = bitstream.rows_per_chunk(spec.k) * spec.k
             seconds = cpu_costs.dequantize(spec, platform, chunk) + cpu_costs.product(weights, m, spec.act_dtype, platform)
             return seconds + cpu_costs.quantized_input(spec, platform, m)
         passes = 4 * 8 * spec.n * spec.k / platform.rates.bandwidth
-        dispatch = 60 * platform.rates.launch * -(-spec.n // bits.rows_per_chunk(spec.k))
+        dispatch = 60 * platform.rates.launch * -(-spec.n // bitstream.rows_per_chunk(spec.k))
         rate = matmul_rate(spec, platform)
         if spec.act is not None:
             each = 8 * m * spec.k / platform.rates.bandwidth + platform.rates.launch
@@ -95,7 +95,7 @@ class BatchInvariantLinearKernel(ReferenceLinearKernel):
             x = fake_quantize(x, spec.act, weight.input_scale, weight.input_zero).to(spec.act_dtype)
         inputs = torch.nn.functional.pad(x, (0, 0, 0, -m % _ROWS)).view(-1, _ROWS, spec.k)
         y = x.new_empty(inputs.shape[0], _ROWS, spec.n)
-        step = bits.rows_per_chunk(spec.k)
+        step = bitstream.rows_per_chunk(spec.k)
         for r in range(0, spec.n, step):
             rows = slice(r, min(r + step, spec.n))
             w = weight.dequantize_rows(rows, x.dtype)

@@ -27,20 +27,20 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.triton.w4a16": ("TritonW4A16LinearKernel",),
     "bitline.kernels.triton.minifloat": ("TritonMinifloatLinearKernel",),
     "bitline.kernels.hopper.linear": ("GluonHopperLinearKernel",),
-    "bitline.kernels.fake_quantized": ("TritonFakeQuantLinearKernel",),
+    "bitline.kernels.triton_fake_quant": ("TritonFakeQuantLinearKernel",),
     "bitline.kernels.triton.scaled_mm": ("TritonInt8ScaledMMLinearKernel", "TritonFp8BlockScaledMMKernel"),
-    "bitline.kernels.torch_fp8": (
+    "bitline.kernels.torch.fp8": (
         "PerTensorTorchFP8ScaledMMLinearKernel",
         "RowWiseTorchFP8ScaledMMLinearKernel",
         "ChannelWiseTorchFP8ScaledMMLinearKernel",
     ),
-    "bitline.kernels.torch_fp8_block": ("BlockWiseTorchFP8ScaledMMLinearKernel",),
-    "bitline.kernels.cutlass": (
+    "bitline.kernels.torch.fp8_block": ("BlockWiseTorchFP8ScaledMMLinearKernel",),
+    "bitline.kernels.aliases.cutlass": (
         "CutlassInt8ScaledMMLinearKernel",
         "CutlassFP8ScaledMMLinearKernel",
         "CutlassFp8BlockScaledMMKernel",
     ),
-    "bitline.kernels.torch_micro": ("CutlassNvFp4LinearKernel", "TorchMxfp8LinearKernel"),
+    "bitline.kernels.torch.microscaled": ("CutlassNvFp4LinearKernel", "TorchMxfp8LinearKernel"),
     "bitline.kernels.providers.flashinfer": (
         "FlashInferCutlassNvFp4LinearKernel",
         "FlashInferTrtllmNvFp4LinearKernel",
@@ -49,13 +49,13 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "FlashInferMxFp4LinearKernel",
         "FlashInferCutlassMxfp8LinearKernel",
     ),
-    "bitline.kernels.marlin": (
+    "bitline.kernels.aliases.marlin": (
         "MarlinNvFp4LinearKernel",
         "MarlinMxFp4LinearKernel",
         "MarlinMxfp8LinearKernel",
         "MarlinFP8ScaledMMLinearKernel",
     ),
-    "bitline.kernels.triton.rdna3": ("RDNA3W4A16LinearKernel",),
+    "bitline.kernels.aliases.rdna3": ("RDNA3W4A16LinearKernel",),
     "bitline.kernels.providers.deep_gemm": (
         "DeepGemmFp8BlockScaledMMKernel",
         "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
@@ -70,11 +70,11 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.providers.ark": ("ArkWNA16LinearKernel", "ArkInt8WNA16LinearKernel"),
     "bitline.kernels.providers.xpu": ("XPUwNa16LinearKernel", "XPUW4A8IntLinearKernel"),
     "bitline.kernels.providers.xpu_fp8": ("XPUFP8ScaledMMLinearKernel", "XPUMxFp8LinearKernel"),
-    "bitline.kernels.native_cpu": ("CPUWNA16LinearKernel", "CPUBatchInvariantLinearKernel"),
+    "bitline.kernels.cpu.native_cpu": ("CPUWNA16LinearKernel", "CPUBatchInvariantLinearKernel"),
     "bitline.kernels.providers.zentorch": ("ZentorchWNA16LinearKernel", "ZentorchInt8ScaledMMLinearKernel"),
-    "bitline.kernels.torch_int4_cpu": ("TorchInt4PackLinearKernel",),
-    "bitline.kernels.torch_int8_cpu": ("TorchInt8PackLinearKernel",),
-    "bitline.kernels.torch_int8_mm": ("TorchInt8ScaledMMLinearKernel",),
+    "bitline.kernels.torch.int4_cpu": ("TorchInt4PackLinearKernel",),
+    "bitline.kernels.torch.int8_cpu": ("TorchInt8PackLinearKernel",),
+    "bitline.kernels.torch.int8_mm": ("TorchInt8ScaledMMLinearKernel",),
 }
 
 

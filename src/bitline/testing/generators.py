@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitline import bits, types
+from bitline import bitstream, types
 from bitline.types import ActSpec, LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
 
@@ -131,7 +131,7 @@ def _random_codes(spec: LinearSpec, g: torch.Generator) -> Tensor:
 
 def _pack(raw: Tensor, spec: LinearSpec, g: torch.Generator) -> Tensor:
     """Pack codes, and fill the bits that belong to no code with noise."""
-    codes = bits.pack(raw, spec.weight.bits)
+    codes = bitstream.pack(raw, spec.weight.bits)
     used = spec.k * spec.weight.bits % 8
     if used:
         noise = torch.randint(256, (spec.n,), generator=g).to(torch.uint8)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitline import bits
-from bitline.activations import fake_quantize
+from bitline import bitstream
+from bitline.act_quant import fake_quantize
 from bitline.weight import QuantizedWeight
 
 FACTOR = 2.0  # a kernel may be this many times as far from the exact product as torch is in the same dtype
@@ -43,7 +43,7 @@ def _input(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def _row_chunks(weight: QuantizedWeight) -> list[slice]:
-    n, step = weight.spec.n, bits.rows_per_chunk(weight.spec.k)
+    n, step = weight.spec.n, bitstream.rows_per_chunk(weight.spec.k)
     return [slice(r, min(r + step, n)) for r in range(0, n, step)]
 
 

@@ -3,7 +3,7 @@ import torch
 from bitline import LinearSpec, QuantizedWeight
 from bitline.errors import CheckpointError, WeightError
 from bitline.formats.base import LayerRecord, in_tensor
-from bitline.formats.config import quantization_config
+from bitline.formats.quant_config import quantization_config
 from bitline.types import int8
 
 

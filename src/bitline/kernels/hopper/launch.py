@@ -14,8 +14,16 @@ from torch import Tensor
 
 from bitline.errors import InputError
 from bitline.kernels.hopper import layout, ptx
+from bitline.kernels.hopper.heuristics import (
+    FLAGS,
+    Decode,
+    Wide,
+    decode_tile,
+    few_tile,
+    shares,
+    wide_tile,
+)
 from bitline.kernels.hopper.scheme import Scheme, scheme_of
-from bitline.kernels.hopper.tiles import FLAGS, Decode, Wide, decode_tile, few_tile, shares, wide_tile
 from bitline.types import LinearSpec
 
 DECODE_ROWS, RING_ROWS = 16, 32  # that always, and that may take the kernels for few rows
@@ -118,14 +126,14 @@ def _triton() -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime import driver
 
-    from bitline.kernels.hopper import decode_device, ring_device, wide_device
+    from bitline.kernels.hopper.device import gemv_mma, small_m_pipelined, wgmma_persistent
 
     def shared(swizzle: int, width: int) -> Any:
         return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=width, rank=2)
 
     utils = driver.active.utils
     return SimpleNamespace(
-        decode=decode_device.decode, ring=ring_device.ring, wide=wide_device.wide, Descriptor=TensorDescriptor,
+        decode=gemv_mma.decode, ring=small_m_pipelined.ring, wide=wgmma_persistent.wide, Descriptor=TensorDescriptor,
         swizzled=shared(128, 16), plain32=shared(0, 32), plain16=shared(0, 16),
         fill=getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor,  # since 3.7, and before
         dtypes=TMA_DTYPE_DEVICE_TO_HOST,

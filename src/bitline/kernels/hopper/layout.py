@@ -33,7 +33,7 @@ def padded(n: int, k: int) -> tuple[int, int]:
 
 
 def pack_words(codes: Tensor, width: int, k: int, flip: int) -> Tensor:
-    """Packed rows uint8 [N, >= K*width/8] (`bitline.bits`) to words int32 [N/16, K/64, planes, 128].
+    """Packed rows uint8 [N, >= K*width/8] (`bitline.bitstream`) to words int32 [N/16, K/64, planes, 128].
 
     width: 4 or 8. flip: what every code is xor-ed with (8 and 128 turn two's complement into offset binary). Padding
     holds the code `flip`. Only bytes are moved, a run of rows at a time: scratch is at most about 4 x 64 MiB.

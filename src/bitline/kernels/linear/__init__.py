@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from bitline.kernels import registry
-from bitline.kernels.linear import zen as zen  # its layer class
-from bitline.kernels.linear.choosing import (
+from bitline.kernels.providers.ark import get_ark_state
+from bitline.protocol import zentorch as zentorch  # zentorch layer class
+from bitline.protocol.autoround import INCARKLinearMethod, INCLayerConfig, INCXPULinearBase, INCXPULinearMethod
+from bitline.protocol.choosing import (
     choose_linear_kernel,
     choose_mp_linear_kernel,
     choose_scaled_mm_linear_kernel,
@@ -19,7 +21,7 @@ from bitline.kernels.linear.choosing import (
     is_supported_and_can_implement_kernel,
     register_linear_kernel,
 )
-from bitline.kernels.linear.config import (
+from bitline.protocol.config import (
     FP8ScaledMMLinearLayerConfig,
     GroupShape,
     Int8ScaledMMLinearLayerConfig,
@@ -36,19 +38,7 @@ from bitline.kernels.linear.config import (
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
-from bitline.kernels.linear.inc import INCARKLinearMethod, INCLayerConfig, INCXPULinearBase, INCXPULinearMethod
-from bitline.kernels.linear.parameter import (
-    BitlineParameter,
-    BlockScaleParameter,
-    ChannelScaleParameter,
-    GroupScaleParameter,
-    ModelWeightParameter,
-    PackedParameter,
-    PerTensorScaleParameter,
-    RowParameter,
-    permute_param_layout_,
-)
-from bitline.kernels.linear.protocol import (
+from bitline.protocol.layer_kernel import (
     Fp8BlockScaledDynamicMMLinearKernel,
     FP8ScaledMMLinearKernel,
     Int8ScaledMMLinearKernel,
@@ -59,7 +49,17 @@ from bitline.kernels.linear.protocol import (
     NvFp4LinearKernel,
     by_name,
 )
-from bitline.kernels.providers.ark import get_ark_state
+from bitline.protocol.parameters import (
+    BitlineParameter,
+    BlockScaleParameter,
+    ChannelScaleParameter,
+    GroupScaleParameter,
+    ModelWeightParameter,
+    PackedParameter,
+    PerTensorScaleParameter,
+    RowParameter,
+    permute_param_layout_,
+)
 from bitline.types import (
     ScalarType,
     float4_e2m1,

@@ -14,8 +14,8 @@ from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
 from bitline.kernels.providers.common import installed
-from bitline.kernels.torch_int8_cpu import one_scale_a_row
-from bitline.kernels.triton.quantize import rows_of
+from bitline.kernels.torch.int8_cpu import one_scale_a_row
+from bitline.kernels.triton.act_quant import rows_of
 from bitline.platform import Platform
 from bitline.types import LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight

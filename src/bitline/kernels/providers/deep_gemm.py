@@ -13,7 +13,7 @@ from torch import Tensor
 from bitline.errors import InputError
 from bitline.kernels.base import Packed, roofline
 from bitline.kernels.providers.common import installed
-from bitline.kernels.torch_fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel, quantize_rows
+from bitline.kernels.torch.fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel, quantize_rows
 from bitline.platform import PACKAGES, Platform, installed_packages
 from bitline.types import LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight

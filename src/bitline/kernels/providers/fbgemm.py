@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bitline.kernels.base import Packed
-from bitline.kernels.microscale import NVFP4, MicroscaledKernel, swizzle
+from bitline.kernels.microscaled import NVFP4, MicroscaledKernel, swizzle
 from bitline.platform import PACKAGES, Platform
 from bitline.types import YES, Verdict, no
 

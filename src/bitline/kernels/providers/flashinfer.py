@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bitline.kernels.base import Packed
-from bitline.kernels.microscale import MXFP4, MXFP8, NVFP4, MicroscaledKernel, swizzle
+from bitline.kernels.microscaled import MXFP4, MXFP8, NVFP4, MicroscaledKernel, swizzle
 from bitline.kernels.providers.common import installed
 from bitline.platform import Platform
 from bitline.types import LinearSpec, Verdict, no

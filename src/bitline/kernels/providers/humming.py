@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline import bits
+from bitline import bitstream
 from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.providers.common import installed
-from bitline.kernels.triton.quantize import groups_of, rows_of
+from bitline.kernels.triton.act_quant import groups_of, rows_of
 from bitline.platform import Platform
 from bitline.types import YES, ActSpec, LinearSpec, Verdict, dtype_name, no
 from bitline.weight import QuantizedWeight
@@ -199,7 +199,7 @@ class HummingLinearKernel(_Humming):
 
 
 class _Quantized(_Humming):
-    """Inputs of 8 bits, quantized here, by the definition of `bitline.activations`."""
+    """Inputs of 8 bits, quantized here, by the definition of `bitline.act_quant`."""
 
     quantizes_input = True
     codes: ClassVar[str]  # of the input, Bitline's name
@@ -310,7 +310,7 @@ def _tensors(weight: QuantizedWeight, form: Form) -> dict[str, Tensor]:
         found["weight_scale"] = fill(weight.scale)
     if form.zero and weight.zero is not None:
         rows_of_zeros = fill(weight.zero).t().clone(memory_format=torch.contiguous_format)  # strides too, with one group
-        found["zero_point"] = bits.pack(rows_of_zeros, width).view(torch.int32).t().contiguous()
+        found["zero_point"] = bitstream.pack(rows_of_zeros, width).view(torch.int32).t().contiguous()
     if form.scale2 and weight.scale2 is not None:
         found["weight_scale_2"] = weight.scale2.reshape(1).float()
     return found

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline import bits
-from bitline.activations import quantize_input
+from bitline import bitstream
+from bitline.act_quant import quantize_input
 from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.providers.common import installed
@@ -75,7 +75,7 @@ class _Int4(Kernel):
         if weight.zero is None:
             zero = torch.tensor([8], dtype=torch.int8, device=weight.device)
         else:
-            zero = bits.pack(pad(weight.zero.t(), extra).contiguous(), 4).view(torch.int32)
+            zero = bitstream.pack(pad(weight.zero.t(), extra).contiguous(), 4).view(torch.int32)
         return {
             "words": _words(weight, rows),
             "scale": pad(weight.scale.t(), extra).contiguous(),

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline.activations import quantize_groups, quantize_input
+from bitline.act_quant import quantize_groups, quantize_input
 from bitline.kernels.base import Kernel, Packed, roofline
-from bitline.kernels.microscale import MXFP8, MicroscaledKernel, quantize_micro
+from bitline.kernels.microscaled import MXFP8, MicroscaledKernel, quantize_micro
 from bitline.kernels.providers.common import installed
 from bitline.kernels.providers.xpu import _ops
 from bitline.platform import Platform

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from bitline import env
 from bitline.errors import InputError
-from bitline.kernels import cpu_costs
 from bitline.kernels.base import Kernel, Packed, roofline
+from bitline.kernels.cpu import cpu_costs
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
 from bitline.kernels.providers.common import installed
-from bitline.kernels.torch_int8_cpu import one_scale_a_row
+from bitline.kernels.torch.int8_cpu import one_scale_a_row
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight

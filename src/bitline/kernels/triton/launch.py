@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bitline import env
+from bitline.kernels.triton.heuristics import PANEL_ELEMENTS, Machine, Tile, choose_tile, fused_limit
 from bitline.kernels.triton.layout import exponent_bias, layout_of
-from bitline.kernels.triton.tiles import PANEL_ELEMENTS, Machine, Tile, choose_tile, fused_limit
 from bitline.types import LinearSpec
 
 
@@ -57,9 +57,9 @@ def format_of(spec: LinearSpec, *, packed_bfloat: bool, panel: bool = False) -> 
 @functools.cache
 def device_code() -> Any:
     """The device code's module: the only import of Triton."""
-    from bitline.kernels.triton import gemm_device
+    from bitline.kernels.triton.device import gemm
 
-    return gemm_device
+    return gemm
 
 
 @functools.cache

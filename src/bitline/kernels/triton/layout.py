@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitline import bits, types
+from bitline import bitstream, types
 from bitline.kernels.base import Packed
 from bitline.types import LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
@@ -171,9 +171,9 @@ def _pack_codes(weight: QuantizedWeight, layout: Layout, position: Tensor | slic
     side = torch.empty(
         (chunks, s.n, WORDS) if layout.high else (0,), dtype=kind if layout.high else torch.float32, device=out.device
     )
-    step = bits.rows_per_chunk(8 * s.k)
+    step = bitstream.rows_per_chunk(8 * s.k)
     for r in range(0, s.n, step):
-        codes = bits.unpack(weight.codes[r : r + step], s.weight.bits, s.k)
+        codes = bitstream.unpack(weight.codes[r : r + step], s.weight.bits, s.k)
         if recoded is not None:
             codes = recoded[codes.int()]
         if s.weight.signed:

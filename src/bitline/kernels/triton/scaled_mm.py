@@ -13,8 +13,8 @@ from torch import Tensor
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
 from bitline.kernels.providers import common
+from bitline.kernels.triton.act_quant import groups_of, rows_of
 from bitline.kernels.triton.launch import interpreted
-from bitline.kernels.triton.quantize import groups_of, rows_of
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -246,6 +246,6 @@ def _hopper(device: torch.device) -> bool:
 
 @functools.cache
 def _device() -> Any:
-    from bitline.kernels.triton import scaled_mm_device
+    from bitline.kernels.triton.device import scaled_mm
 
-    return scaled_mm_device
+    return scaled_mm

@@ -9,8 +9,8 @@ from torch import Tensor
 from bitline.kernels.base import Kernel, Packed, matmul_rate
 from bitline.kernels.providers import common
 from bitline.kernels.triton import layout
+from bitline.kernels.triton.heuristics import fused_limit
 from bitline.kernels.triton.launch import run
-from bitline.kernels.triton.tiles import fused_limit
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight

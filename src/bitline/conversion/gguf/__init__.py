@@ -1,0 +1,1 @@
+"""GGUF as a target and as a source of conversions."""

@@ -1,0 +1,1 @@
+"""What readers of several families share: names, patterns, checks of tensors, packed int32."""

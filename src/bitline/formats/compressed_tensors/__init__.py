@@ -1,0 +1,1 @@
+"""compressed-tensors, the format of llm-compressor, and AutoRound's config over the same tensors."""

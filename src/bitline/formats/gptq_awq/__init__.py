@@ -1,0 +1,1 @@
+"""GPTQ and AWQ: qweight, qzeros and scales in packed int32."""

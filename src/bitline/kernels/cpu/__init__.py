@@ -1,0 +1,1 @@
+"""Kernels of the native core (csrc/) for CPUs, and measured costs of CPU operators."""

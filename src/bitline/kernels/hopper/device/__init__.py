@@ -1,0 +1,1 @@
+"""Device code of the Hopper kernels. Only this folder imports Triton."""

@@ -1,0 +1,1 @@
+"""Device code of the portable Triton kernels. Only this folder imports Triton."""

@@ -1,0 +1,1 @@
+"""transformers models whose linear layers run on Bitline: loading, one-token decode steps, text, and checks."""

@@ -1,0 +1,3 @@
+"""Bitline's version."""
+
+__version__ = "0.1.0"
