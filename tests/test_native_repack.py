@@ -212,14 +212,14 @@ def test_torchs_int4_layout_of_another_vector_width(capability):
     code = """
 import torch
 from bitline import native
-from bitline.kernels import int4pack
-from bitline.kernels.torch_int4_cpu import TorchInt4PackLinearKernel as Kernel
-from bitline.rounding import quantize
+from bitline.kernels.torch import int4_packing
+from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel as Kernel
+from bitline.rtn import quantize
 weight = quantize(torch.randn(130, 256), "W4A16_ASYM", group_size=64)
 found = Kernel.pack(weight)
 native._core, native._reason = None, "hidden"
 expected = Kernel.pack(weight)
-print(int4pack.layout().block, all(torch.equal(found[k], expected[k]) for k in expected))
+print(int4_packing.layout().block, all(torch.equal(found[k], expected[k]) for k in expected))
 """
     environment = dict(os.environ, ATEN_CPU_CAPABILITY=capability, BITLINE_CPU_ISA=native.isa())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
