@@ -164,7 +164,7 @@ def _open_source(path: Path) -> TensorSource:
         ggufs = [p for p in files if p.suffix.lower() == ".gguf"]
         if not ggufs or len(ggufs) != len(files):
             return SafetensorsSource(path)
-        first = importlib.import_module("bitline.formats.gguf.split").whole_model(ggufs)
+        first = importlib.import_module("bitline.formats.gguf.split_files").whole_model(ggufs)
         if first is None:
             names = ", ".join(p.name for p in ggufs[:4])
             raise CheckpointError("several GGUF files in one folder", file=path, found=names, fix="name one of them")

@@ -11,7 +11,7 @@ from gguf_files import SCALE_BYTES, ggml_values, random_blocks, same, write
 
 from bitline.errors import BitlineError, CheckpointError, WeightError
 from bitline.formats.gguf import blocks as gguf_blocks
-from bitline.formats.gguf import grids
+from bitline.formats.gguf import iq_grids as grids
 from bitline.formats.gguf.reader import READER, GGUFSource, records
 
 

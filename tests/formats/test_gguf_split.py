@@ -9,7 +9,7 @@ from gguf_files import build, ggml_values, random_blocks, tensor, value
 
 import bitline
 from bitline.errors import CheckpointError
-from bitline.formats.gguf.split import whole_model
+from bitline.formats.gguf.split_files import whole_model
 
 ROWS = random_blocks("Q8_0", 6, 64, np.random.default_rng(0)).reshape(3, 2, 68)  # three matrices [2, 64]
 U16, I32, STRING = 2, 5, 8

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitline.formats.common.patterns import MAX_PATTERNS, Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import MAX_PATTERNS, Effort, Pattern, PatternError
 
 ATOMS = [
     "a", "b", ".", "[ab]", "[^a]", "[a-c_]", r"\w", r"\d", r"\S", "(?=a)", "(?!b)", r"\b", r"\B", "^", "$", r"\Z", "(a|ab)", 

@@ -7,7 +7,7 @@ from producers import one, write
 
 from bitline import CheckpointError
 from bitline.formats.common.expert_stacks import Stacks
-from bitline.formats.common.names import ByName
+from bitline.formats.common.module_names import ByName
 
 E, N, K = 3, 32, 64
 STACK = "model.layers.0.mlp.experts.down_proj"

@@ -20,7 +20,7 @@ from torch import Tensor
 from bitline.checkpoint import Checkpoint
 from bitline.cli.render import last_word
 from bitline.formats.base import LayerRecord, TensorInfo
-from bitline.formats.common.patterns import Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import Effort, Pattern, PatternError
 from bitline.formats.quant_config import quantization_config
 from bitline.types import LinearSpec
 

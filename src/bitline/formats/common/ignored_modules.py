@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
+from bitline.formats.common.bounded_regex import Effort, Pattern, PatternError
+from bitline.formats.common.module_names import tail
 from bitline.formats.common.module_tensors import Layer
-from bitline.formats.common.names import tail
-from bitline.formats.common.patterns import Effort, Pattern, PatternError
 
 KV_ODDITY = "the config has this layer's output quantized, which is the key-value cache's business and is left alone"
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from bitline.errors import CheckpointError
-from bitline.formats.common.names import ByName
-from bitline.formats.common.patterns import Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import Effort, Pattern, PatternError
+from bitline.formats.common.module_names import ByName
 from bitline.formats.compressed_tensors.config import E5M3, QuantArgs, Scheme, Schemes, act_spec
 from bitline.formats.io.json_object import invalid_config
 

@@ -12,8 +12,8 @@ import msgspec
 
 from bitline import types
 from bitline.errors import CheckpointError
-from bitline.formats.common.names import ByName
-from bitline.formats.common.patterns import Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import Effort, Pattern, PatternError
+from bitline.formats.common.module_names import ByName
 from bitline.formats.io.json_object import invalid_config
 from bitline.types import ActSpec, ScalarType
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from bitline import bitstream, memory, native, types
 from bitline.errors import WeightError
-from bitline.formats.gguf import grids
-from bitline.formats.gguf.grids import half
+from bitline.formats.gguf import iq_grids as grids
+from bitline.formats.gguf.iq_grids import half
 from bitline.types import LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from bitline.errors import CheckpointError, WeightError
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_experts, in_tensor
 from bitline.formats.gguf.blocks import BLOCKS, PLAIN_TYPES, SIZES, SUPPORTED, to_weight
-from bitline.formats.gguf.split import read_parts
+from bitline.formats.gguf.split_files import read_parts
 from bitline.formats.io.mapped_file import map_bytes
 from bitline.weight import QuantizedWeight
 

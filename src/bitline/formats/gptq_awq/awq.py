@@ -20,7 +20,7 @@ from bitline.formats.common import packed_int32
 from bitline.formats.common.ignored_modules import Hints, left_alone
 from bitline.formats.gptq_awq import awq_gemv
 from bitline.formats.gptq_awq.config import ModuleSettings, packing, quantizes_inputs
-from bitline.formats.gptq_awq.module import IntModule, modules
+from bitline.formats.gptq_awq.packed_module import IntModule, modules
 from bitline.formats.quant_config import find_quantization
 from bitline.types import LinearSpec
 

@@ -17,7 +17,7 @@ from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.common import packed_int32
 from bitline.formats.common.module_tensors import FLOATS, Layer
 from bitline.formats.gptq_awq.config import Ints, ModuleSettings
-from bitline.formats.gptq_awq.module import modules
+from bitline.formats.gptq_awq.packed_module import modules
 from bitline.types import LinearSpec
 
 _ROWS, _RUN, _BLOCK = 4, 64, 32  # gemv_fast: rows side by side, columns of one row in a run, columns that change places

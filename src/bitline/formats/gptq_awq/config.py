@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
-from bitline.formats.common.names import ByName
-from bitline.formats.common.patterns import Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import Effort, Pattern, PatternError
+from bitline.formats.common.module_names import ByName
 
 AUTO_ROUND = ("auto-round", "intel/auto-round", "inc")
 

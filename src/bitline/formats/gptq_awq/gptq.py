@@ -19,7 +19,7 @@ from bitline.errors import CheckpointError
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_order
 from bitline.formats.common import packed_int32
 from bitline.formats.gptq_awq.config import ModuleSettings, packing, quantizes_inputs
-from bitline.formats.gptq_awq.module import IntModule, modules
+from bitline.formats.gptq_awq.packed_module import IntModule, modules
 from bitline.formats.io.json_object import read_config
 from bitline.formats.quant_config import find_quantization
 from bitline.types import LinearSpec

@@ -12,8 +12,8 @@ import msgspec
 from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats.base import TensorSource
+from bitline.formats.common.module_names import ByName
 from bitline.formats.common.module_tensors import Layer
-from bitline.formats.common.names import ByName
 from bitline.formats.io.json_object import invalid_config, read_config
 from bitline.formats.quant_config import find_quantization
 from bitline.types import ActSpec
