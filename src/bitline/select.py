@@ -15,7 +15,6 @@ from bitline import env
 from bitline.errors import NoKernelError
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
-from bitline.kernels.reference import ReferenceLinearKernel
 from bitline.platform import Platform
 from bitline.types import LinearSpec, Verdict, no
 
@@ -137,7 +136,7 @@ class Choice:
         asked = self.policy.kernel == self.best.name or self.policy.backend == self.best.backend
         if not self.kernel.emulates or asked or near is None or near.score >= self.best.score:
             return False
-        return issubclass(self.kernel, ReferenceLinearKernel) or _does_scheme(near.kernel, self.spec)
+        return self.kernel.is_fallback or _does_scheme(near.kernel, self.spec)
 
     @property
     def lost_because(self) -> str:
@@ -258,7 +257,7 @@ def choose(
         raise NoKernelError(f"no kernel is left that can run {spec} on {platform}",
                             reasons=(f"{c.name}: {c.verdict.reason}" for c in candidates),
                             fix="allow ReferenceLinearKernel, which runs everything"
-                            if spec.act_dtype in ReferenceLinearKernel.act_dtypes
+                            if spec.act_dtype in Kernel.act_dtypes
                             else "use an input of bfloat16, float16 or float32")  # fmt: skip
     if candidates[0].loose and not asked:
         note = f"{candidates[0].name} adds in another order at each call; Policy(deterministic=True) takes a kernel that does not"
@@ -333,8 +332,7 @@ def _costs(kernel: type[Kernel], spec: LinearSpec, platform: Platform, policy: P
 
 
 def _implements(kernel: type[Kernel], spec: LinearSpec, platform: Platform) -> Verdict:
-    by_torch = issubclass(kernel, ReferenceLinearKernel)  # whose operators convert bfloat16 to float32
-    if spec.act_dtype == torch.bfloat16 and 0 < platform.capability < 80 and not by_torch:
+    if spec.act_dtype == torch.bfloat16 and 0 < platform.capability < 80 and kernel.requires_bf16_hardware:
         return no(f"{platform.arch} has no bfloat16 units", "with input dtype float16")
     if spec.act_dtype not in kernel.act_dtypes:
         able = ", ".join(str(d).removeprefix("torch.") for d in kernel.act_dtypes)

@@ -1,4 +1,4 @@
-"""The reference kernel: dequantize, then multiply. Runs everywhere, refuses nothing, so selection never dead-ends."""
+"""The reference kernel: dequantize, then matmul. It runs everywhere and refuses nothing, so selection never dead-ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, pad
 
 from bitline import bitstream
 from bitline.act_quant import fake_quantize
@@ -18,17 +19,18 @@ from bitline.weight import QuantizedWeight
 
 
 class ReferenceLinearKernel(Kernel):
-    """Rows of the canonical weight are dequantized a chunk at a time and multiplied in the input's dtype.
+    """Dequantizes the canonical weight one chunk of output channels at a time and multiplies it with torch's matmul.
 
-    What it computes is the definition that every other kernel is tested against: the weight in float32 rounded once to
-    the input dtype, an input that is quantized and read back where the scheme says so, float32 sums inside torch's
-    product. At no time is more than one chunk of rows dequantized.
+    Every other kernel is tested against what it computes: the weight in float32 rounded once to the input dtype, activations
+    fake-quantized where the scheme quantizes them, and torch's accumulation. At most one chunk is dequantized at any time.
     """
 
     backend = "reference"
     priority = -100
     measured: ClassVar[tuple[str, ...]] = ("zen",)
     emulates = True
+    is_fallback = True
+    requires_bf16_hardware = False  # torch converts bfloat16 to float32 on GPUs without it
     cuda_graph = False
 
     @classmethod
@@ -38,9 +40,9 @@ class ReferenceLinearKernel(Kernel):
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """The canonical tensors, copied: a weight that is read from a file is a view of it, and files change."""
+        """The canonical tensors, cloned: a weight read from a checkpoint is a view of a file, which may change."""
         present = {name: tensor.clone() for name, tensor in weight.tensors().items()}
-        return {name: present.get(name, torch.empty(0, device=weight.device)) for name in _FIELDS}
+        return {name: present.get(name, torch.empty(0, device=weight.device)) for name in _PACKED_NAMES}
 
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
@@ -49,20 +51,20 @@ class ReferenceLinearKernel(Kernel):
         if spec.act is not None:
             x = fake_quantize(x, spec.act, weight.input_scale, weight.input_zero).to(spec.act_dtype)
         y = x.new_empty(x.shape[0], spec.n)
-        product = torch.float32 if _half_is_slow(x) else x.dtype
-        inputs = x.to(product)
-        step = bitstream.rows_per_chunk(spec.k)
-        for r in range(0, spec.n, step):
-            rows = slice(r, min(r + step, spec.n))
-            part = None if bias is None else bias[rows].to(product)
-            y[:, rows] = torch.nn.functional.linear(inputs, weight.dequantize_rows(rows, x.dtype).to(product), part)
+        matmul_dtype = torch.float32 if _fp16_matmul_is_slow(x) else x.dtype
+        inputs = x.to(matmul_dtype)
+        for rows in _row_chunks(spec):
+            part = None if bias is None else bias[rows].to(matmul_dtype)
+            y[:, rows] = linear(inputs, weight.dequantize_rows(rows, x.dtype).to(matmul_dtype), part)
         return y
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """On a CPU the measured passes over the weight; elsewhere four, each of which reads and writes it as float32, the
-        dispatch of each chunk's many small operators (180 us at 192x576 on an H200), and where the input is quantized as many
-        passes over it as the formula has operators: about 8, 32 for micro-scaled inputs."""
+        """CPU: the measured dequantization and matmul.
+
+        GPU: four passes that read and write the weight as float32; the dispatch of each chunk's many small operators (180 us at
+        192x576 on an H200); and one pass over x per operator of the activation quantization, about 8, or 32 for MX and NVFP4.
+        """
         if platform.vendor == "cpu":
             weights = spec.n * spec.k
             chunk = bitstream.rows_per_chunk(spec.k) * spec.k
@@ -78,8 +80,10 @@ class ReferenceLinearKernel(Kernel):
 
 
 class BatchInvariantLinearKernel(ReferenceLinearKernel):
-    """The reference with the rows of x in padded blocks of 16: torch then always multiplies matrices of one shape, and what
-    a row gives does not depend on how many others come with it."""
+    """The reference with M split into padded blocks of 16 tokens.
+
+    torch's matmul always gets the same shape, so the bits of a token's output do not depend on the batch size.
+    """
 
     backend = "emulation"
     priority = -110
@@ -93,38 +97,42 @@ class BatchInvariantLinearKernel(ReferenceLinearKernel):
         weight = rebuild(packed, spec)
         if spec.act is not None:
             x = fake_quantize(x, spec.act, weight.input_scale, weight.input_zero).to(spec.act_dtype)
-        inputs = torch.nn.functional.pad(x, (0, 0, 0, -m % _ROWS)).view(-1, _ROWS, spec.k)
-        y = x.new_empty(inputs.shape[0], _ROWS, spec.n)
-        step = bitstream.rows_per_chunk(spec.k)
-        for r in range(0, spec.n, step):
-            rows = slice(r, min(r + step, spec.n))
+        inputs = pad(x, (0, 0, 0, -m % _BLOCK_M)).view(-1, _BLOCK_M, spec.k)
+        y = x.new_empty(inputs.shape[0], _BLOCK_M, spec.n)
+        for rows in _row_chunks(spec):
             w = weight.dequantize_rows(rows, x.dtype)
             for block, out in zip(inputs, y, strict=True):
-                out[:, rows] = torch.nn.functional.linear(block, w, None if bias is None else bias[rows].to(x.dtype))
+                out[:, rows] = linear(block, w, None if bias is None else bias[rows].to(x.dtype))
         return y.view(-1, spec.n)[:m]
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """The reference's for whole blocks, and as many launches."""
-        blocks = -(-m // _ROWS)
-        return super().cost(spec, platform, blocks * _ROWS) + blocks * platform.rates.launch
+        """The reference's with M padded to whole blocks, plus one launch per block."""
+        blocks = -(-m // _BLOCK_M)
+        return super().cost(spec, platform, blocks * _BLOCK_M) + blocks * platform.rates.launch
 
 
-_ROWS = 16
+_BLOCK_M = 16
 
 
-def _half_is_slow(x: Tensor) -> bool:
-    """True where float32 multiplies the same float16 numbers faster: several rows on a CPU without float16 units."""
+def _row_chunks(spec: LinearSpec) -> list[slice]:
+    """The output channels in chunks whose dequantized rows fit a last-level cache."""
+    step = bitstream.rows_per_chunk(spec.k)
+    return [slice(start, min(start + step, spec.n)) for start in range(0, spec.n, step)]
+
+
+def _fp16_matmul_is_slow(x: Tensor) -> bool:
+    """Whether a float32 matmul of the same float16 values is faster: M >= 8 on a CPU without float16 matmul hardware."""
     return x.dtype == torch.float16 and x.shape[0] >= 8 and x.device.type == "cpu" and "amx" not in cpu_features()
 
 
-_FIELDS = ("codes", "scale", "zero", "offset", "scale2", "offset2", "perm", "group_index", "input_scale", "input_zero")
+_PACKED_NAMES = ("codes", "scale", "zero", "offset", "scale2", "offset2", "perm", "group_index", "input_scale", "input_zero")
 
 
 def rebuild(packed: Sequence[Tensor], spec: LinearSpec) -> QuantizedWeight:
-    """The packed tensors as a weight again, without the checks that they passed before they were packed."""
+    """The QuantizedWeight of tensors from `ReferenceLinearKernel.pack`, without repeating its validation."""
     weight = object.__new__(QuantizedWeight)
-    tensors = {name: t if t.numel() else None for name, t in zip(_FIELDS, packed, strict=True)}
+    tensors = {name: t if t.numel() else None for name, t in zip(_PACKED_NAMES, packed, strict=True)}
     for name, value in {**tensors, "spec": spec.replace(bias=False), "bias": None, "origin": ""}.items():
         object.__setattr__(weight, name, value)
     return weight
