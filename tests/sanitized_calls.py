@@ -92,17 +92,17 @@ def repacking(r: random.Random) -> None:
         for columns in r.sample(SIZES, 4):
             extra = r.randrange(4)
             words = random_words(rows, columns, extra)
-            packed_int32.transpose_words(words)
-            packed_int32.awq_codes(words, 8 * columns)
+            packed_int32.repack_gptq(words)
+            packed_int32.repack_awq(words, 8 * columns)
             for width in (1, 2, 4, 8):
-                packed_int32.ordered_words(words, width, placed(torch.randperm(rows * 32 // width).int()))
+                packed_int32.repack_gptq_permuted(words, width, placed(torch.randperm(rows * 32 // width).int()))
             for width in range(1, 8):
                 if columns * 32 % width == 0:
                     n = columns * 32 // width
                     for minus_one in (False, True):
-                        packed_int32.zero_points(words, width, n, minus_one=minus_one)
+                        packed_int32.unpack_zero_points(words, width, n, minus_one=minus_one)
                         if n % 8 == 0:
-                            packed_int32.zero_points(words, width, n, minus_one=minus_one, interleaved=True)
+                            packed_int32.unpack_zero_points(words, width, n, minus_one=minus_one, interleaved=True)
                 stream = apart(random_bytes(rows, bitstream.row_bytes(columns, width) + extra), extra)
                 codes = bitstream.unpack(stream, width, columns)
                 assert int(codes.max()) < 1 << width

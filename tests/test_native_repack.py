@@ -71,14 +71,14 @@ examples = settings(max_examples=15, deadline=None)
 @pytest.mark.parametrize("extra", [0, 3])
 def test_transpose_words(rows, columns, extra):
     data = words(rows, columns, 1, extra)
-    assert torch.equal(packed_int32.transpose_words(data).view(torch.int32), data.t())
+    assert torch.equal(packed_int32.repack_gptq(data).view(torch.int32), data.t())
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("less", [0, 3, 7])
 def test_awq_codes(rows, columns, less):
     data = words(8 * rows - less, columns, 2, extra=1)
-    same(lambda: packed_int32.awq_codes(data, 8 * columns))
+    same(lambda: packed_int32.repack_awq(data, 8 * columns))
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 8])
@@ -87,12 +87,12 @@ def test_ordered_words(width, rows, columns):
     rows = rows * width if 32 % width else rows
     data = words(rows, columns, 3)
     perm = torch.randperm(rows * 32 // width, generator=generator(4)).int()
-    same(lambda: packed_int32.ordered_words(data, width, perm))
+    same(lambda: packed_int32.repack_gptq_permuted(data, width, perm))
 
 
 def test_long_rows_in_order():
     data, perm = words(4096, 40, 5), torch.randperm(4096 * 8, generator=generator(6)).int()
-    same(lambda: packed_int32.ordered_words(data, 4, perm))
+    same(lambda: packed_int32.repack_gptq_permuted(data, 4, perm))
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 7, 8])
@@ -102,7 +102,7 @@ def test_long_rows_in_order():
 def test_zero_points(width, minus_one, interleaved, groups, columns):
     data = words(groups, -(-columns * width // 32), 7)
     data[0] = -1  # adding one to each code carries all along the words
-    same(lambda: packed_int32.zero_points(data, width, columns, minus_one=minus_one, interleaved=interleaved))
+    same(lambda: packed_int32.unpack_zero_points(data, width, columns, minus_one=minus_one, interleaved=interleaved))
 
 
 @pytest.mark.parametrize("width", range(1, 8))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bitline import formats
 from bitline.errors import BitlineError, CheckpointError, OutOfMemoryError
-from bitline.formats.base import SPARE_BYTES, LayerRecord, Reader, TensorInfo, TensorSource
+from bitline.formats.base import MEMORY_MARGIN_BYTES, LayerRecord, Reader, TensorInfo, TensorSource
 from bitline.formats.io.safetensors_source import PICKLES, SafetensorsSource, pickle_error
 from bitline.formats.quant_config import find_quantization
 
@@ -270,7 +270,7 @@ def _check_memory(record: LayerRecord, info: TensorInfo, stored: int) -> None:
     """An error where a layer takes more memory than all that is stored: scales of blocks that its rows cut in pieces."""
     spec = record.spec
     for what, nbytes in (("codes", spec.codes_bytes()), ("scales", spec.scale_count() * spec.scale_dtype.itemsize)):
-        if nbytes > stored + SPARE_BYTES:
+        if nbytes > stored + MEMORY_MARGIN_BYTES:
             raise CheckpointError(
                 f"a layer's {what} would take more memory than the whole file", file=info.file, tensor=info.name,
                 found=f"{nbytes} bytes for {spec}", expected=f"at most {stored} bytes, which are stored, and 64 MB",

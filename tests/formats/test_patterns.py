@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitline.formats.common.bounded_regex import MAX_PATTERNS, Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import MAX_PATTERNS, MatchBudget, Pattern, PatternError
 
 ATOMS = [
     "a", "b", ".", "[ab]", "[^a]", "[a-c_]", r"\w", r"\d", r"\S", "(?=a)", "(?!b)", r"\b", r"\B", "^", "$", r"\Z", "(a|ab)", 
@@ -73,7 +73,7 @@ def test_bad_patterns_say_so():
 
 
 def test_the_effort_of_many_patterns_is_one():
-    effort = Effort()
+    effort = MatchBudget()
     for i in range(MAX_PATTERNS):
         Pattern(f"a{i}", effort)
     with pytest.raises(PatternError, match="more than"):

@@ -20,7 +20,7 @@ from torch import Tensor
 from bitline.checkpoint import Checkpoint
 from bitline.cli.render import last_word
 from bitline.formats.base import LayerRecord, TensorInfo
-from bitline.formats.common.bounded_regex import Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import MatchBudget, Pattern, PatternError
 from bitline.formats.quant_config import quantization_config
 from bitline.types import LinearSpec
 
@@ -114,7 +114,7 @@ def _missing(checkpoint: Checkpoint, entries: list[str]) -> Iterator[str]:
     """Entries that fit no module, as far as a bounded number of comparisons shows."""
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.source.tensors))
     known = {parent for module in modules for parent in _parents(module)}
-    text, effort, steps = "\n".join(modules), Effort(), 0
+    text, effort, steps = "\n".join(modules), MatchBudget(), 0
     tied = checkpoint.config.get("tie_word_embeddings") is not False  # then the files need not have an lm_head
     for entry in entries:
         if entry in known or (tied and "lm_head" in entry):

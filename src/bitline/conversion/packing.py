@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bitline import bitstream
-from bitline.formats.common.packed_int32 import AWQ_FIELD_TO_COLUMN, PLANES
+from bitline.formats.common.packed_int32 import AWQ_ORDER, BIT_PLANES
 
 
 def clean_rows(codes: Tensor, width: int, k: int) -> Tensor:
@@ -50,7 +50,7 @@ def planar_words(codes: Tensor, width: int, k: int) -> Tensor:
 def _planes(fields: Tensor, width: int) -> Tensor:
     """One code per byte, uint8 [R, C], C a multiple of 32, to planar words int32 [R, C*width/32]."""
     blocks = fields.reshape(-1, 32)
-    planes = [bitstream.pack(blocks >> shift, plane) for plane, shift in PLANES[width]]
+    planes = [bitstream.pack(blocks >> shift, plane) for plane, shift in BIT_PLANES[width]]
     return torch.cat(planes, 1).view(torch.int32).view(fields.shape[0], -1)
 
 
@@ -63,7 +63,7 @@ def field_words(fields: Tensor, width: int, *, planar: bool = False) -> Tensor:
 
 def awq_fields(fields: Tensor) -> Tensor:
     """Columns in the order of AWQ's 4-bit fields, uint8 [R, C], C a multiple of 8."""
-    order = torch.tensor(AWQ_FIELD_TO_COLUMN)
+    order = torch.tensor(AWQ_ORDER)
     return fields.reshape(fields.shape[0], -1, 8).index_select(2, order).view(fields.shape[0], -1)
 
 

@@ -14,10 +14,11 @@ from bitline.errors import CheckpointError, WeightError
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
-SPARE_BYTES = 64 << 20  # what reading may take beyond what the files hold
-VALUE_BYTES = 100  # that Python takes for a short value and its place among others, for which a file may have two characters
-MOST_EXPERTS = 1 << 14  # in one tensor; models have hundreds
-MOST_ORDERED = 1 << 22  # columns in activation order; models have tens of thousands
+# Limits on what a file may make its reader allocate.
+MEMORY_MARGIN_BYTES = 64 << 20  # beyond the size of the files
+PYTHON_VALUE_BYTES = 100  # a short parsed value with its slot in a container; a file may spend two characters on it
+MAX_EXPERTS = 1 << 14  # in one tensor; models have hundreds
+MAX_ACT_ORDER_COLUMNS = 1 << 22  # columns of a g_idx; models have tens of thousands
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class TensorInfo:
 
 
 class TensorSource(Protocol):
-    """Every tensor of a checkpoint, whatever files it is spread over. Headers are read on opening, data when asked for."""
+    """All tensors of a checkpoint, whatever files it is sharded over. Headers are read on opening, data on demand."""
 
     path: Path
     config: Mapping[str, Any]  # config.json, or {} where there is none
@@ -45,11 +46,12 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One quantized linear layer of a checkpoint: what it is, and a function that reads it.
+    """One quantized linear layer of a checkpoint: its spec, and a function that reads its weight.
 
-    name: the module's name in the checkpoint ("model.layers.0.mlp.down_proj"). format: the family in the field's words
-    ("gptq v1", "awq gemm", "compressed-tensors pack-quantized", "gguf Q4_1"). tensors: the names it is made of.
-    oddities: what a careful reader noticed and a user may want to know; none of them makes the layer wrong.
+    name: the module's name in the checkpoint ("model.layers.0.mlp.down_proj"). format: the checkpoint format and variant
+    ("gptq v1", "awq gemm", "compressed-tensors pack-quantized", "gguf Q4_1"). tensors: the checkpoint tensors it uses.
+    oddities: warnings about the layer, such as a config that disagrees with the tensors. The layer is read correctly
+    nevertheless.
     """
 
     name: str
@@ -61,7 +63,7 @@ class LayerRecord:
     oddities: tuple[str, ...] = ()
 
     def weight(self) -> QuantizedWeight:
-        """Read, convert and validate the layer. What is wrong is a CheckpointError that names file and tensor."""
+        """Read, convert and validate the layer. Invalid data is a CheckpointError that names file and tensor."""
         return self.read()
 
 
@@ -71,42 +73,42 @@ class Reader(Protocol):
     name: str
 
     def matches(self, source: TensorSource) -> bool:
-        """True where this reader knows the checkpoint's quantization."""
+        """True where this reader handles the checkpoint's quantization method."""
         ...
 
     def layers(self, source: TensorSource) -> Iterable[LayerRecord]:
-        """Every quantized linear layer, checked for shapes and dtypes; the config's contradictions are CheckpointErrors."""
+        """Every quantized linear layer, shapes and dtypes checked; a config that contradicts them is a CheckpointError."""
         ...
 
 
-def without_codes(info: TensorInfo, codes: str) -> CheckpointError:
-    """The error about a part of a layer whose codes are not there. codes: the name that they would have."""
+def missing_codes(info: TensorInfo, codes: str) -> CheckpointError:
+    """The error for scales, zero points or metadata whose packed codes are missing. codes: the name they would have."""
     return CheckpointError(
-        "scales without codes", file=info.file, tensor=info.name, found=f"no {codes}", expected=f"{codes} beside them",
-        fix="a shard is missing or the checkpoint was cut: download it again",
+        "scales without codes", file=info.file, tensor=info.name, found=f"no {codes}", expected=f"{codes} in the same module",
+        fix="a shard is missing or the checkpoint is truncated: download it again",
     )  # fmt: skip
 
 
-def check_experts(info: TensorInfo, experts: int) -> None:
-    """An error where a stack has more experts than any model: each becomes a layer, however little of the file it is."""
-    if experts > MOST_EXPERTS:
+def check_expert_count(info: TensorInfo, experts: int) -> None:
+    """Refuse a stack of more experts than any model has: each becomes a layer, even if the file spends no byte on it."""
+    if experts > MAX_EXPERTS:
         raise CheckpointError(
             "more experts in one tensor than any model has", file=info.file, tensor=info.name, field="shape", found=experts,
-            expected=f"at most {MOST_EXPERTS}",
+            expected=f"at most {MAX_EXPERTS}",
         )  # fmt: skip
 
 
-def check_order(info: TensorInfo, columns: int) -> None:
-    """An error where an activation order has more columns than any layer: sorting them takes 16 bytes each."""
-    if columns > MOST_ORDERED:
+def check_act_order_length(info: TensorInfo, columns: int) -> None:
+    """Refuse a g_idx of more columns than any layer has: sorting takes 16 bytes a column."""
+    if columns > MAX_ACT_ORDER_COLUMNS:
         raise CheckpointError(
-            "an activation order of more columns than any layer has", file=info.file, tensor=info.name, field="shape",
-            found=columns, expected=f"at most {MOST_ORDERED}",
+            "an act-order index of more columns than any layer has", file=info.file, tensor=info.name, field="shape",
+            found=columns, expected=f"at most {MAX_ACT_ORDER_COLUMNS}",
         )  # fmt: skip
 
 
 def in_tensor(error: WeightError, info: TensorInfo, fields: Mapping[str, TensorInfo | None] | None = None) -> CheckpointError:
-    """A weight's contradiction as the checkpoint's: the same facts, with the file and the tensor.
+    """A WeightError as a CheckpointError: the same facts, with the file and the tensor.
 
     info: the tensor of the codes. fields: the tensors that other fields of the weight come from ("scale", "perm", …).
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitline import bitstream, types
 from bitline.errors import CheckpointError
-from bitline.formats.base import LayerRecord, TensorSource, without_codes
+from bitline.formats.base import LayerRecord, TensorSource, missing_codes
 from bitline.formats.common.ignored_modules import left_alone
 from bitline.formats.common.module_tensors import FLOATS, NUMBER, Layer
 from bitline.formats.quant_config import find_quantization
@@ -52,7 +52,7 @@ class HQQReader:
             if name.endswith(".W_q"):
                 yield _Module(source, name.removesuffix(".W_q")).layer()
             elif name.endswith(".packing") and f"{name.removesuffix('.packing')}.W_q" not in source.tensors:
-                raise without_codes(source.tensors[name], f"{name.removesuffix('.packing')}.W_q")
+                raise missing_codes(source.tensors[name], f"{name.removesuffix('.packing')}.W_q")
 
 
 class _Module(Layer):

@@ -11,7 +11,7 @@ import torch
 
 from bitline import types
 from bitline.errors import CheckpointError, WeightError
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_experts, in_tensor, without_codes
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_expert_count, in_tensor, missing_codes
 from bitline.formats.common.ignored_modules import left_alone
 from bitline.formats.common.module_tensors import E8M0, FLOATS
 from bitline.formats.quant_config import find_quantization, quantization_config
@@ -38,14 +38,14 @@ class MXFP4Reader:
                 yield from _experts(source, name.removesuffix(_BLOCKS), info)
             elif name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS not in source.tensors:
                 stack = name.removesuffix(_SCALES)
-                raise without_codes(info, f"{stack}{_BLOCKS}")
+                raise missing_codes(info, f"{stack}{_BLOCKS}")
 
 
 def _experts(source: TensorSource, stack: str, blocks: TensorInfo) -> Iterator[LayerRecord]:
     if blocks.dtype != torch.uint8 or len(blocks.shape) != 4 or 0 in blocks.shape or blocks.shape[3] != 16:
         raise _error(blocks, "not a stack of experts", f"{blocks.dtype} {list(blocks.shape)}", "uint8 [experts, N, K / 32, 16]")
     experts, n, groups, _ = blocks.shape
-    check_experts(blocks, experts)
+    check_expert_count(blocks, experts)
     scales = source.tensors.get(stack + _SCALES)
     if scales is None:
         raise CheckpointError(

@@ -93,7 +93,7 @@ class INCXPULinearBase:
             n, k, types.unsigned(width, symmetric=zero is None), (1, k // groups), scale_dtype=scales.dtype,
             zero="none" if zero is None else "int", act_dtype=scales.dtype,
         )  # fmt: skip
-        return QuantizedWeight(spec, packed_int32.transpose_words(words), scales.data.t().contiguous(), zero=zero)
+        return QuantizedWeight(spec, packed_int32.repack_gptq(words), scales.data.t().contiguous(), zero=zero)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Pack the parameters for the kernel, into buffers of the layer, and release them. Safe to call again."""
@@ -131,14 +131,14 @@ class INCXPULinearBase:
 
     def _convert_awq_qweight_to_gptq(self, qw: Tensor) -> Tensor:
         """AWQ's words [K, N / 8], their nibbles columns 0 2 4 6 1 3 5 7, to GPTQ's [K / 8, N]. No bit is lost."""
-        rows = packed_int32.awq_codes(qw, qw.shape[1] * 8)
+        rows = packed_int32.repack_awq(qw, qw.shape[1] * 8)
         return rows.view(torch.int32).t().contiguous()
 
     def _zeros(self, layer: nn.Module, n: int) -> Tensor | None:
         """uint8 [N, G], or None for a symmetric layer."""
         words: Any = layer.qzeros
         half = 1 << (self.weight_bits - 1)
-        stored = packed_int32.zero_points(words.data, self.weight_bits, n, interleaved=self.is_awq_packed)
+        stored = packed_int32.unpack_zero_points(words.data, self.weight_bits, n, interleaved=self.is_awq_packed)
         if not self.sym:
             return stored if self.is_awq_packed else (stored + 1) & ((1 << self.weight_bits) - 1)  # GPTQ v1 stores one less
         allowed = (half,) if self.is_awq_packed else (half - 1, half)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bitline import bitstream
 from bitline.errors import InputError
-from bitline.formats.common import packed_int32
+from bitline.formats.common import act_order, packed_int32
 from bitline.protocol.config import (
     Config,
     FP8ScaledMMLinearLayerConfig,
@@ -127,7 +127,7 @@ def _order(p: LayerParameters, spec: LinearSpec, groups: int) -> tuple[Tensor | 
         if not since.any() or torch.equal(since, torch.arange(spec.k) // spec.block[1]):
             return None, None
     try:
-        return packed_int32.column_order(g_idx, spec.block[1], groups)
+        return act_order.gptq_order(g_idx, spec.block[1], groups)
     except ValueError as error:
         raise InputError("g_idx names a group that the layer has no scales of", tensor=p.name("w_gidx"), found=error,
                          expected=f"0 to {groups - 1}", fix="give every rank all scales (input_dim=None)") from error  # fmt: skip
@@ -151,7 +151,7 @@ def _codes(param: Any, n: int, k: int, width: int, signed: bool) -> Tensor:
     step = max(32, bitstream.rows_per_chunk(k) // 32 * 32)
     for c in range(0, n, step):
         stop = min(c + step, n)
-        part = packed_int32.unpack_words(words[:, c * width // 32 : -(-stop * width // 32)], width, stop - c)
+        part = packed_int32.unpack_int32(words[:, c * width // 32 : -(-stop * width // 32)], width, stop - c)
         out[c:stop] = bitstream.pack(part.t().contiguous(), width)
     return out
 
@@ -220,7 +220,7 @@ def _zero_points(param: Any, n: int, groups: int, width: int) -> Tensor:
             raise InputError(
                 "zero points do not fit the layer", found=list(param.data.shape), expected=f"[{groups}, {words}] or transposed"
             )
-        return packed_int32.unpack_words(data, width, n).t().contiguous()
+        return packed_int32.unpack_int32(data, width, n).t().contiguous()
     if tuple(data.shape) == (groups, n) and (output_dim == 1 or groups != n):
         data = data.t()
     if tuple(data.shape) != (n, groups) or data.dtype not in (torch.int8, torch.uint8):

@@ -1,1 +1,1 @@
-"""What readers of several families share: names, patterns, checks of tensors, packed int32."""
+"""Shared by the readers of several formats: checks of module tensors, packed int32, act-order, module names and patterns."""

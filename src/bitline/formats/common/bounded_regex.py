@@ -33,7 +33,7 @@ class PatternError(ValueError):
 
 
 @dataclass
-class Effort:
+class MatchBudget:
     """What the patterns of one config have cost so far. file, field: where they are, for errors."""
 
     file: Path | None = None
@@ -50,8 +50,8 @@ class Pattern:
     matched against soon is a CheckpointError where the effort has a file, else a PatternError.
     """
 
-    def __init__(self, text: str, effort: Effort | None = None) -> None:
-        self.effort = effort or Effort()
+    def __init__(self, text: str, effort: MatchBudget | None = None) -> None:
+        self.effort = effort or MatchBudget()
         self.effort.patterns += 1
         if self.effort.patterns > MAX_PATTERNS:
             raise PatternError(f"more than {MAX_PATTERNS} patterns")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import TensorInfo, TensorSource, check_experts
+from bitline.formats.base import TensorInfo, TensorSource, check_expert_count
 
 # What follows a stack's name, and what the same part of a module is called.
 _PARTS = {
@@ -77,7 +77,7 @@ class Stacks:
             base = name
             parts = {"weight": name, **{s: name + n for n, s in _PARTS.items() if name + n in self._source.tensors}}
         experts = info.shape[0]
-        check_experts(info, experts)
+        check_expert_count(info, experts)
         if not experts or not all(self._fits(s, self._source.tensors[real], experts) for s, real in parts.items()):
             self._tensors[name] = info  # no stack of experts: the reader says what is wrong with it
             return set()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
-from bitline.formats.common.bounded_regex import Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import MatchBudget, Pattern, PatternError
 from bitline.formats.common.module_names import tail
 from bitline.formats.common.module_tensors import Layer
 
@@ -37,7 +37,7 @@ class Hints:
     def __init__(self, entries: Iterable[str], file: Path) -> None:
         self._names: set[str] = set()
         self._patterns: list[Pattern] = []
-        effort = Effort(file, "ignore")
+        effort = MatchBudget(file, "ignore")
         for entry in dict.fromkeys(entries):
             try:
                 if entry.startswith("re:"):

@@ -1,6 +1,7 @@
-"""Codes in 32-bit words, as GPTQ and AWQ pack them, to the canonical bit stream. No weight is ever expanded to int32.
+"""Codes packed in int32, as GPTQ and AWQ store them, repacked to the canonical bit stream without unpacking to int32.
 
-"Fields" are the codes within a word, the lowest bits first. All words are int32 with the bits of an unsigned word.
+GPTQ packs along K, AWQ along N; the first code is in the lowest bits. An int32 holds the bits of an unsigned word. The
+canonical layout is uint8 [N, ceil(K * bits / 8)], each row a little-endian bit stream along K (see `bitline.bitstream`).
 """
 
 from __future__ import annotations
@@ -10,164 +11,158 @@ from torch import Tensor
 
 from bitline import bitstream, memory, native
 
-# Planes of GPTQModel's planar words, (width, first bit), lowest first: 32 codes are `width` words of each plane.
-PLANES = {3: ((2, 0), (1, 2)), 5: ((4, 0), (1, 4)), 6: ((4, 0), (2, 4)), 7: ((4, 0), (2, 4), (1, 6))}
+# GPTQModel's planar packing (gptq_p): 32 codes are split into bit planes, (bits of the plane, shift), lowest first.
+# A plane of b bits takes b int32.
+BIT_PLANES = {3: ((2, 0), (1, 2)), 5: ((4, 0), (1, 4)), 6: ((4, 0), (2, 4)), 7: ((4, 0), (2, 4), (1, 6))}
 
-AWQ_FIELD_TO_COLUMN = (0, 2, 4, 6, 1, 3, 5, 7)
-AWQ_COLUMN_TO_FIELD = (0, 4, 1, 5, 2, 6, 3, 7)
-_AWQ_CHUNK = 64  # words of a row at a time: with all of K they stay in a core's cache
+# AutoAWQ's packing order: nibble i of an int32 holds column AWQ_ORDER[i], column j is in nibble AWQ_REVERSE_ORDER[j].
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_REVERSE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_AWQ_CHUNK = 64  # int32 columns at a time: over all of K they stay in a core's cache
 
 
-def transpose_words(words: Tensor) -> Tensor:
-    """Words along the first dimension, int32 [R, N], to rows of bytes, uint8 [N, 4 * R]: GPTQ's codes as a bit stream."""
-    core = native.usable(words)
+# ---- GPTQ: qweight packed along K ----------------------------------------------------------------------------------------
+
+
+def repack_gptq(packed: Tensor) -> Tensor:
+    """GPTQ's qweight, int32 [K * bits / 32, N], to canonical rows, uint8 [N, 4 * packed rows]: a transpose of int32."""
+    core = native.usable(packed)
     if core is None:
-        return words.t().contiguous().view(torch.uint8)
-    out = memory.passing(words.shape[1], words.shape[0], dtype=torch.int32)
-    core.transpose_words(words.data_ptr(), words.stride(0), *words.shape, out.data_ptr(), out.shape[1])
+        return packed.t().contiguous().view(torch.uint8)
+    out = memory.passing(packed.shape[1], packed.shape[0], dtype=torch.int32)
+    core.transpose_words(packed.data_ptr(), packed.stride(0), *packed.shape, out.data_ptr(), out.shape[1])
     return out.view(torch.uint8)
 
 
-def ordered_words(words: Tensor, width: int, perm: Tensor) -> Tensor:
-    """`transpose_words`, with column j of the result the column perm[j] of the words; perm is a permutation, int32 [K]."""
-    core = native.usable(words, perm)
-    if core is None or 32 % width or width > 8:
-        return bitstream.take(transpose_words(words), width, perm.numel(), perm.long())
-    out = memory.passing(words.shape[1], words.shape[0], dtype=torch.int32)
+def repack_gptq_permuted(packed: Tensor, bits: int, perm: Tensor) -> Tensor:
+    """`repack_gptq` with act-order: column j of the result is column perm[j] of the input. perm: a permutation, int32 [K]."""
+    core = native.usable(packed, perm)
+    if core is None or 32 % bits or bits > 8:
+        return bitstream.take(repack_gptq(packed), bits, perm.numel(), perm.long())
+    out = memory.passing(packed.shape[1], packed.shape[0], dtype=torch.int32)
     failed = core.ordered_words(
-        words.data_ptr(), words.stride(0), perm.data_ptr(), perm.numel(), width, words.shape[1], out.data_ptr(), out.shape[1]
+        packed.data_ptr(), packed.stride(0), perm.data_ptr(), perm.numel(), bits, packed.shape[1], out.data_ptr(), out.shape[1]
     )
     if failed:
-        raise MemoryError("no memory to order columns in")
+        raise MemoryError("no memory to permute columns")
     return out.view(torch.uint8)
 
 
-def unpack_words(words: Tensor, width: int, count: int, *, planar: bool = False) -> Tensor:
-    """int32 [n, W] to one code per byte, uint8 [n, count]; each row is a bit stream, or planar blocks of 32 codes."""
-    stream = words.contiguous().view(torch.uint8)
-    if not planar:
-        return bitstream.unpack(stream, width, count)
-    blocks = stream.view(-1, 4 * width)
-    out = torch.zeros(blocks.shape[0], 32, dtype=torch.uint8, device=words.device)
-    at = 0
-    for plane, shift in PLANES[width]:
-        out |= bitstream.unpack(blocks[:, at : at + 4 * plane], plane, 32) << shift
-        at += 4 * plane
-    return out.view(words.shape[0], -1)[:, :count]
-
-
-def planar_codes(words: Tensor, width: int, k: int) -> Tensor:
-    """Planar words along the first dimension, int32 [K*width/32, N], to canonical rows, uint8 [N, ceil(K*width/8)]."""
-    n = words.shape[1]
-    out = torch.empty(n, bitstream.row_bytes(k, width), dtype=torch.uint8)
+def repack_gptq_planar(packed: Tensor, bits: int, k: int) -> Tensor:
+    """GPTQModel's planar qweight, int32 [K * bits / 32, N], to canonical rows, uint8 [N, ceil(K * bits / 8)]."""
+    n = packed.shape[1]
+    out = torch.empty(n, bitstream.row_bytes(k, bits), dtype=torch.uint8)
     step = bitstream.rows_per_chunk(k)
     for r in range(0, n, step):
-        rows = unpack_words(words[:, r : r + step].t(), width, k, planar=True)
-        out[r : r + step] = bitstream.pack(rows, width)
+        codes = unpack_int32(packed[:, r : r + step].t(), bits, k, planar=True)
+        out[r : r + step] = bitstream.pack(codes, bits)
     return out
 
 
-def add_to_words(words: Tensor, width: int) -> Tensor:
-    """Add 1 to every field by adding one constant to the whole word, modulo 2**32: carries go where borrows came from."""
-    return (words.long() + _ones(width)).to(torch.int32)  # the conversion keeps the low 32 bits
+# ---- AWQ: qweight packed along N -----------------------------------------------------------------------------------------
 
 
-def _ones(width: int) -> int:
-    return sum(1 << at for at in range(0, 32, width))
+def repack_awq(packed: Tensor, n: int) -> Tensor:
+    """AWQ's 4-bit qweight, int32 [K, N/8] in AWQ_ORDER, to canonical rows, uint8 [N, ceil(K/2)].
 
-
-def zero_points(words: Tensor, width: int, n: int, *, minus_one: bool = False, interleaved: bool = False) -> Tensor:
-    """Words along N, int32 [G, n*width/32], a bit stream in each row, to zero points uint8 [n, G].
-
-    minus_one: they are stored so (GPTQ v1). interleaved: in AWQ's order of columns.
+    Eight int32 of successive k are an 8 x 8 matrix of nibbles. It is transposed by exchanging halves, then bytes, then
+    nibbles of pairs of int32, with vector instructions.
     """
-    # Producers subtract from whole words, so a zero of 0 borrows from its neighbour: only a whole word gives it back.
-    whole = minus_one and 32 % width == 0
-    core = native.usable(words)
-    if core is None or width == 8:
-        fields = unpack_words(add_to_words(words, width) if whole else words, width, n)
-        if minus_one and not whole:
-            fields = (fields + 1) & ((1 << width) - 1)
-        return (awq_columns(fields) if interleaved else fields).t().contiguous()
-    out = torch.empty(n, words.shape[0], dtype=torch.uint8)
-    failed = core.zero_points(
-        words.data_ptr(), words.stride(0), words.shape[0], n, width, _ones(width) if whole else 0, minus_one and not whole,
-        interleaved, out.data_ptr(),
-    )  # fmt: skip
-    if failed:
-        raise MemoryError("no memory to read zero points in")
-    return out
-
-
-def awq_codes(words: Tensor, n: int) -> Tensor:
-    """AWQ's 4-bit words along N, int32 [K, N/8], to canonical rows, uint8 [N, ceil(K/2)].
-
-    Eight words of eight successive k are an 8 × 8 matrix of nibbles; it is transposed by exchanging halves, then bytes,
-    then nibbles of pairs of words, whole vectors at a time.
-    """
-    k, columns = words.shape
+    k, columns = packed.shape
     blocks = -(-k // 8)
     out = memory.passing(columns, 8, blocks, dtype=torch.int32)
     rows = out.view(torch.uint8).view(n, 4 * blocks)[:, : bitstream.row_bytes(k, 4)]
-    core = native.usable(words)
+    core = native.usable(packed)
     if core is not None:
-        core.awq_codes(words.data_ptr(), words.stride(0), k, columns, out.data_ptr(), blocks)
+        core.awq_codes(packed.data_ptr(), packed.stride(0), k, columns, out.data_ptr(), blocks)
         return rows
     for c in range(0, columns, _AWQ_CHUNK):
-        part = words[:, c : c + _AWQ_CHUNK]
+        chunk = packed[:, c : c + _AWQ_CHUNK]
         if k % 8:
-            part = torch.nn.functional.pad(part, (0, 0, 0, 8 * blocks - k))
-        fields = part.reshape(blocks, 8, -1).transpose(0, 1).contiguous()
-        _transpose_nibbles(fields)
-        for i, column in enumerate(AWQ_FIELD_TO_COLUMN):
-            out[c : c + _AWQ_CHUNK, column] = fields[i].t().contiguous()
+            chunk = torch.nn.functional.pad(chunk, (0, 0, 0, 8 * blocks - k))
+        nibbles = chunk.reshape(blocks, 8, -1).transpose(0, 1).contiguous()
+        _transpose_nibbles(nibbles)
+        for i, column in enumerate(AWQ_ORDER):
+            out[c : c + _AWQ_CHUNK, column] = nibbles[i].t().contiguous()
     return rows
 
 
-def _transpose_nibbles(words: Tensor) -> None:
-    """In place, int32 [8, …]: nibble i of word j and nibble j of word i change places."""
+def _transpose_nibbles(packed: Tensor) -> None:
+    """In place, int32 [8, …]: exchange nibble i of row j with nibble j of row i."""
     for distance, shift, mask in ((4, 16, 0x0000FFFF), (2, 8, 0x00FF00FF), (1, 4, 0x0F0F0F0F)):
-        pairs = words.view(4 // distance, 2, distance, *words.shape[1:])
+        pairs = packed.view(4 // distance, 2, distance, *packed.shape[1:])
         low, high = pairs[:, 0], pairs[:, 1]
-        differ = ((low >> shift) ^ high) & mask  # the mask also drops the sign that the shift copied
+        differ = ((low >> shift) ^ high) & mask  # the mask also drops the sign that the arithmetic shift copied
         high ^= differ
         low ^= differ << shift
 
 
-def awq_stream_codes(words: Tensor, width: int, n: int, *, interleaved: bool = True) -> Tensor:
-    """AWQ's words of any width, a bit stream along N, its columns interleaved by 8 or not, int32 [K, N*width/32], to canonical
+def repack_along_n(packed: Tensor, bits: int, n: int, *, interleaved: bool = True) -> Tensor:
+    """A qweight of any bits packed along N, int32 [K, N * bits / 32], to canonical rows, uint8 [N, ceil(K * bits / 8)].
 
-    rows.
+    interleaved: columns are in AWQ_ORDER within each 8.
     """
-    k = words.shape[0]
-    out = torch.empty(n, bitstream.row_bytes(k, width), dtype=torch.uint8)
-    step = max(32, bitstream.rows_per_chunk(k) // 32 * 32)  # 32 codes end on a word
+    k = packed.shape[0]
+    out = torch.empty(n, bitstream.row_bytes(k, bits), dtype=torch.uint8)
+    step = max(32, bitstream.rows_per_chunk(k) // 32 * 32)  # 32 codes end on an int32
     for c in range(0, n, step):
         stop = min(c + step, n)
-        part = unpack_words(words[:, c * width // 32 : -(-stop * width // 32)], width, stop - c)
-        out[c:stop] = bitstream.pack((awq_columns(part) if interleaved else part).t().contiguous(), width)
+        codes = unpack_int32(packed[:, c * bits // 32 : -(-stop * bits // 32)], bits, stop - c)
+        out[c:stop] = bitstream.pack((awq_deinterleave(codes) if interleaved else codes).t().contiguous(), bits)
     return out
 
 
-def awq_columns(fields: Tensor) -> Tensor:
-    """Codes in the order of AWQ's fields, uint8 [n, N], to the order of columns."""
-    order = torch.tensor(AWQ_COLUMN_TO_FIELD)
-    return fields.reshape(fields.shape[0], -1, 8).index_select(2, order).view(fields.shape[0], -1)
+def awq_deinterleave(codes: Tensor) -> Tensor:
+    """Unpacked codes in AWQ_ORDER, uint8 [n, N], to column order."""
+    order = torch.tensor(AWQ_REVERSE_ORDER)
+    return codes.reshape(codes.shape[0], -1, 8).index_select(2, order).view(codes.shape[0], -1)
 
 
-def column_order(g_idx: Tensor, group_size: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
-    """A raw g_idx [K] to (perm, group_index) of the canonical weight, each None where it is trivial.
+# ---- codes and zero points of either -------------------------------------------------------------------------------------
 
-    Negative entries count from the last group, as GPTQModel reads them. A ValueError says what is out of range.
+
+def unpack_int32(packed: Tensor, bits: int, count: int, *, planar: bool = False) -> Tensor:
+    """int32 [n, packed columns] to one code per byte, uint8 [n, count]. planar: blocks of 32 codes in BIT_PLANES."""
+    stream = packed.contiguous().view(torch.uint8)
+    if not planar:
+        return bitstream.unpack(stream, bits, count)
+    blocks = stream.view(-1, 4 * bits)
+    out = torch.zeros(blocks.shape[0], 32, dtype=torch.uint8, device=packed.device)
+    offset = 0
+    for plane, shift in BIT_PLANES[bits]:
+        out |= bitstream.unpack(blocks[:, offset : offset + 4 * plane], plane, 32) << shift
+        offset += 4 * plane
+    return out.view(packed.shape[0], -1)[:, :count]
+
+
+def unpack_zero_points(packed: Tensor, bits: int, n: int, *, minus_one: bool = False, interleaved: bool = False) -> Tensor:
+    """qzeros packed along N, int32 [G, n * bits / 32], to zero points uint8 [n, G].
+
+    minus_one: stored as zero - 1 (GPTQ v1). interleaved: in AWQ_ORDER within each 8.
     """
-    k = g_idx.numel()
-    index = torch.where(g_idx < 0, g_idx.long() + groups, g_idx.long())
-    if int(index.min()) < 0 or int(index.max()) >= groups:
-        at = int(((index < 0) | (index >= groups)).nonzero()[0])
-        raise ValueError(f"group {int(g_idx[at])} at column {at}")
-    regular = torch.arange(k) // group_size
-    if torch.equal(index, regular):
-        return None, None
-    ordered, perm = index.sort(stable=True)
-    trivial = torch.equal(perm, torch.arange(k))
-    return None if trivial else perm.int(), None if torch.equal(ordered, regular) else ordered.int()
+    # GPTQ v1 subtracts 1 from every field with one int32 subtraction, so a zero point of 0 borrows from the next field.
+    # Only the int32 addition restores both.
+    add_packed = minus_one and 32 % bits == 0
+    core = native.usable(packed)
+    if core is None or bits == 8:
+        codes = unpack_int32(add_one_packed(packed, bits) if add_packed else packed, bits, n)
+        if minus_one and not add_packed:
+            codes = (codes + 1) & ((1 << bits) - 1)
+        return (awq_deinterleave(codes) if interleaved else codes).t().contiguous()
+    out = torch.empty(n, packed.shape[0], dtype=torch.uint8)
+    failed = core.zero_points(
+        packed.data_ptr(), packed.stride(0), packed.shape[0], n, bits, _one_per_field(bits) if add_packed else 0,
+        minus_one and not add_packed, interleaved, out.data_ptr(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("no memory to unpack zero points")
+    return out
+
+
+def add_one_packed(packed: Tensor, bits: int) -> Tensor:
+    """Add 1 to every field by adding one constant to the int32, modulo 2**32: a carry undoes the producer's borrow."""
+    return (packed.long() + _one_per_field(bits)).to(torch.int32)  # the conversion keeps the low 32 bits
+
+
+def _one_per_field(bits: int) -> int:
+    return sum(1 << shift for shift in range(0, 32, bits))

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from bitline.errors import CheckpointError
-from bitline.formats.common.bounded_regex import Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import MatchBudget, Pattern, PatternError
 from bitline.formats.common.module_names import ByName
 from bitline.formats.compressed_tensors.config import E5M3, QuantArgs, Scheme, Schemes, act_spec
 from bitline.formats.io.json_object import invalid_config
@@ -58,7 +58,7 @@ class AutoRoundSchemes(Schemes):
             raise CheckpointError("extra_config is not an object", file=file, field="extra_config", found=type(extra).__name__)
         self._extra: Mapping[str, Any] = extra
         self._order = {key: i for i, key in enumerate(extra)}
-        effort = Effort(file, "extra_config")
+        effort = MatchBudget(file, "extra_config")
         try:  # a key of word characters and dots alone is a name
             self._names = ByName({key: key for key in extra if re.fullmatch(r"[\w.]*", key)})
             self._patterns = [Pattern(key, effort) for key in extra if key not in self._names]

@@ -12,7 +12,7 @@ import msgspec
 
 from bitline import types
 from bitline.errors import CheckpointError
-from bitline.formats.common.bounded_regex import Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import MatchBudget, Pattern, PatternError
 from bitline.formats.common.module_names import ByName
 from bitline.formats.io.json_object import invalid_config
 from bitline.types import ActSpec, ScalarType
@@ -216,7 +216,7 @@ def parse(raw: Mapping[str, Any], file: Path) -> Schemes:
                 expected=f"one of {', '.join(FORMATS)}",
             )  # fmt: skip
     rules: list[Rule] = []
-    effort = Effort(file, "config_groups")
+    effort = MatchBudget(file, "config_groups")
     for name, group in config.config_groups.items():
         try:
             scheme = _scheme(name, group, config.format)
@@ -227,7 +227,7 @@ def parse(raw: Mapping[str, Any], file: Path) -> Schemes:
     return Schemes(rules, [_rule(t, None, file, effort, "ignore") for t in config.ignore or ()], config.version)
 
 
-def _rule(target: str, scheme: Scheme | None, file: Path, effort: Effort, field: str) -> Rule:
+def _rule(target: str, scheme: Scheme | None, file: Path, effort: MatchBudget, field: str) -> Rule:
     try:
         return Rule(target, scheme, Pattern(target[3:], effort) if target.startswith("re:") else None)
     except PatternError as error:

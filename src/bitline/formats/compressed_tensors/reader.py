@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitline import types
 from bitline.errors import CheckpointError
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_order, without_codes
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_act_order_length, missing_codes
 from bitline.formats.common.expert_stacks import unstacked
 from bitline.formats.common.ignored_modules import KV_ODDITY
 from bitline.formats.common.module_tensors import E8M0, Layer, e5m3_scales
@@ -76,7 +76,7 @@ def _modules(source: TensorSource) -> Iterator[str]:
             if info.dtype == torch.int8 or info.dtype in _FP8:
                 yield base
         elif suffix == "weight_scale" and not {f"{base}.weight", f"{base}.weight_packed"} & source.tensors.keys():
-            raise without_codes(info, f"{base}.weight or {base}.weight_packed")
+            raise missing_codes(info, f"{base}.weight or {base}.weight_packed")
 
 
 class _Module(Layer):
@@ -207,7 +207,7 @@ def _pack_quantized(m: _Module) -> _Plan:
     perm = groups = None
     if (index := m.find("weight_g_idx")) is not None:
         m.need("weight_g_idx", (torch.int32, torch.int64))
-        check_order(index, k)
+        check_act_order_length(index, k)
         if index.shape != (k,):
             raise m.error(index, "an activation order does not fit its weight", list(index.shape), [k])
         count = -(-k // block[1])

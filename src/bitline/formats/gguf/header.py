@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import SPARE_BYTES, VALUE_BYTES
+from bitline.formats.base import MEMORY_MARGIN_BYTES, PYTHON_VALUE_BYTES
 from bitline.formats.gguf.blocks import GGML_TYPES, RETIRED_TYPES, SUPPORTED
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # struct's and array's codes
 _MAX_NESTING = 4
 _MAX_NAME = 1024
-_LONG = SPARE_BYTES // 4
+_LONG = MEMORY_MARGIN_BYTES // 4
 _SMALLEST_VALUE = 8 + 4 + 1  # an empty key, a type and one byte
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, a type and an offset
 _DAMAGED = "the file is damaged or was not downloaded to its end: download it again"
@@ -33,7 +33,7 @@ class _Cursor:
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at, self.size = data, path, 0, len(data)
         self.field = "magic"  # what is being read, in GGUF's own words, or a metadata key
-        self.left = (self.size + SPARE_BYTES) // VALUE_BYTES  # values that memory may be taken for
+        self.left = (self.size + MEMORY_MARGIN_BYTES) // PYTHON_VALUE_BYTES  # values that memory may be taken for
 
     def error(self, what: str, found: object, expected: object, tensor: str | None = None) -> CheckpointError:
         return CheckpointError(
@@ -72,8 +72,8 @@ class _Cursor:
 
     def short(self, length: int, what: str) -> None:
         """A text of this many bytes may become four times as long: a character has as many bytes as its widest one."""
-        if 4 * length > self.size + SPARE_BYTES:
-            raise self.error(f"{what} is too long", f"a text of {length} bytes", f"at most {(self.size + SPARE_BYTES) // 4}")
+        if 4 * length > self.size + MEMORY_MARGIN_BYTES:
+            raise self.error(f"{what} is too long", f"a text of {length} bytes", f"at most {(self.size + MEMORY_MARGIN_BYTES) // 4}")
 
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
         if kind in _SCALARS:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bitline.errors import CheckpointError, WeightError
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_experts, in_tensor
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_expert_count, in_tensor
 from bitline.formats.gguf.blocks import BLOCKS, PLAIN_TYPES, SIZES, SUPPORTED, to_weight
 from bitline.formats.gguf.split_files import read_parts
 from bitline.formats.io.mapped_file import map_bytes
@@ -131,7 +131,7 @@ def records(source: GGUFSource, name: str) -> Iterator[LayerRecord]:
             expected="[N, K], or [E, N, K] for stacked experts",
         )  # fmt: skip
     (*stack, n, k), base = shape, name.removesuffix(".weight")
-    check_experts(info, stack[0] if stack else 1)
+    check_expert_count(info, stack[0] if stack else 1)
     beside = {key: f"{base}.{key}" for key in ("bias", "scale") if base != name and f"{base}.{key}" in source.tensors}
     oddities = []
     if "bias" in beside:

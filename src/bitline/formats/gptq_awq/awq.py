@@ -110,12 +110,12 @@ def _record(m: IntModule, label: str, interleaved: bool) -> LayerRecord:
     def read() -> dict[str, Tensor | None]:
         packed = m.read("qweight")
         if m.width == 4 and interleaved:
-            codes = packed_int32.awq_codes(packed, m.n)
+            codes = packed_int32.repack_awq(packed, m.n)
         else:
-            codes = packed_int32.awq_stream_codes(packed, m.width, m.n, interleaved=interleaved)
+            codes = packed_int32.repack_along_n(packed, m.width, m.n, interleaved=interleaved)
         zero = None
         if m.qzeros is not None:
-            zero = packed_int32.zero_points(m.read("qzeros"), m.width, m.n, interleaved=interleaved)
+            zero = packed_int32.unpack_zero_points(m.read("qzeros"), m.width, m.n, interleaved=interleaved)
             if symmetric and not _all_middle(zero, m.width):
                 found = f"{int(zero.min())} to {int(zero.max())}"
                 raise m.error(m.qzeros, "zero points that the config denies, after a group without", found, 1 << (m.width - 1))
@@ -133,7 +133,7 @@ def _symmetric(m: IntModule, interleaved: bool) -> bool:
         return True
     if not m.settings.symmetric:
         return False
-    first = packed_int32.zero_points(m.source.read(m.qzeros.name, rows=1), m.width, m.n, interleaved=interleaved)
+    first = packed_int32.unpack_zero_points(m.source.read(m.qzeros.name, rows=1), m.width, m.n, interleaved=interleaved)
     if _all_middle(first, m.width):
         return True
     m.oddities.append("the config says that there are no zero points, but qzeros hold some: they are used")

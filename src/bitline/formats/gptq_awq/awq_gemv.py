@@ -88,7 +88,7 @@ class _Module(Layer):
 
     def _zeros(self, groups: int) -> Tensor:
         """qzeros as zero points uint8 [N, G]."""
-        return packed_int32.unpack_words(self.read("qzeros"), 4, groups).contiguous()
+        return packed_int32.unpack_int32(self.read("qzeros"), 4, groups).contiguous()
 
     def _cut(self, scales: Tensor, groups: int) -> Tensor:
         """Scales [N, padded G] without the padding, whose zeros are the one trace of how many groups there really are."""

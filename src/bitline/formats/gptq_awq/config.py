@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
-from bitline.formats.common.bounded_regex import Effort, Pattern, PatternError
+from bitline.formats.common.bounded_regex import MatchBudget, Pattern, PatternError
 from bitline.formats.common.module_names import ByName
 
 AUTO_ROUND = ("auto-round", "intel/auto-round", "inc")
@@ -63,7 +63,7 @@ class ModuleSettings:
         names: dict[str, Ints] = {}
         self._anywhere = config.get("quant_method") in AUTO_ROUND
         key = "extra_config" if self._anywhere else "dynamic"
-        self._effort = Effort(file, key)
+        self._effort = MatchBudget(file, key)
         overrides = config.get(key) or {}
         if not isinstance(overrides, Mapping):
             raise self._error(key, f"{key} is not an object", type(overrides).__name__, "names or patterns to overrides")

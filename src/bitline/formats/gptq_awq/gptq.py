@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bitline import bitstream, native, types
 from bitline.errors import CheckpointError
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_order
-from bitline.formats.common import packed_int32
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_act_order_length
+from bitline.formats.common import act_order, packed_int32
 from bitline.formats.gptq_awq.config import ModuleSettings, packing, quantizes_inputs
 from bitline.formats.gptq_awq.packed_module import IntModule, modules
 from bitline.formats.io.json_object import read_config
@@ -133,9 +133,9 @@ def _record(m: IntModule, layout: Layout) -> LayerRecord:
         if g_idx is not None:
             _check_padding(m, words, k, planar)
         if perm is not None and not planar and k * m.width == 32 * words.shape[0]:
-            codes = packed_int32.ordered_words(words, m.width, perm)
+            codes = packed_int32.repack_gptq_permuted(words, m.width, perm)
         else:
-            codes = packed_int32.planar_codes(words, m.width, k) if planar else packed_int32.transpose_words(words)
+            codes = packed_int32.repack_gptq_planar(words, m.width, k) if planar else packed_int32.repack_gptq(words)
             codes = codes if perm is None else bitstream.take(codes, m.width, k, perm.long())
         codes = codes[:, : bitstream.row_bytes(k, m.width)]
         zero = None if symmetric else _zeros(m.read("qzeros"), m.width, m.n, layout, planar)
@@ -175,16 +175,16 @@ def _check_padding(m: IntModule, words: Tensor, k: int, planar: bool) -> None:
     count = whole * 32 // m.width
     if k < before + count:
         rows = words[-whole:].t().clone(memory_format=torch.contiguous_format)  # a view of one row counts as contiguous
-        last = packed_int32.unpack_words(rows, m.width, count, planar=planar)
+        last = packed_int32.unpack_int32(rows, m.width, count, planar=planar)
         if bool(last[:, k - before :].any()):
             info = m.need("g_idx")
             raise m.error(info, "g_idx does not fit qweight", f"{k} columns", f"{before + count}, which are not zeros")
 
 
 def _order(m: IntModule, info: TensorInfo, k: int, size: int) -> tuple[Tensor | None, Tensor | None]:
-    check_order(info, k)
+    check_act_order_length(info, k)
     try:
-        return packed_int32.column_order(m.read("g_idx"), size, m.groups)
+        return act_order.gptq_order(m.read("g_idx"), size, m.groups)
     except ValueError as error:
         raise m.error(info, "g_idx names a group that does not exist", error, f"0..{m.groups - 1}") from error
 
@@ -193,7 +193,7 @@ def _note_zeros(m: IntModule, layout: Layout, planar: bool) -> None:
     """A symmetric weight's qzeros are not used. Where their first row is not what anyone stores, the user should know."""
     if m.qzeros is None:
         return
-    row = packed_int32.unpack_words(m.source.read(m.qzeros.name, rows=1), m.width, m.n, planar=planar)
+    row = packed_int32.unpack_int32(m.source.read(m.qzeros.name, rows=1), m.width, m.n, planar=planar)
     low, high, middle = int(row.min()), int(row.max()), 1 << (m.width - 1)
     if low == high == middle - (not layout.minus_one):
         m.oddities.append(
@@ -208,8 +208,8 @@ def _note_zeros(m: IntModule, layout: Layout, planar: bool) -> None:
 def _zeros(words: Tensor, width: int, n: int, layout: Layout, planar: bool) -> Tensor:
     """qzeros int32 [G, n*width/32] to zero points uint8 [n, G]."""
     if not planar:
-        return packed_int32.zero_points(words, width, n, minus_one=layout.minus_one)
-    fields = packed_int32.unpack_words(words, width, n, planar=True)
+        return packed_int32.unpack_zero_points(words, width, n, minus_one=layout.minus_one)
+    fields = packed_int32.unpack_int32(words, width, n, planar=True)
     return native.transposed((fields + layout.minus_one) & ((1 << width) - 1))
 
 

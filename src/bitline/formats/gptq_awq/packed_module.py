@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bitline import native
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, without_codes
+from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, missing_codes
 from bitline.formats.common.module_tensors import FLOATS, Layer
 from bitline.formats.gptq_awq.config import Ints
 from bitline.types import LinearSpec
@@ -22,7 +22,7 @@ def modules(source: TensorSource) -> Iterator[str]:
         if dot and suffix == "qweight":
             yield base
         elif dot and suffix in ("scales", "qzeros") and len(info.shape) == 2 and f"{base}.qweight" not in source.tensors:
-            raise without_codes(info, f"{base}.qweight")
+            raise missing_codes(info, f"{base}.qweight")
 
 
 class IntModule(Layer):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import SPARE_BYTES, VALUE_BYTES
+from bitline.formats.base import MEMORY_MARGIN_BYTES, PYTHON_VALUE_BYTES
 
 MAX_CONFIG_BYTES = 64 << 20
 
@@ -56,8 +56,8 @@ def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False, s
 def _check_memory(data: bytes, file: Path, what: str, size: int) -> None:
     wide = 4 if not data.isascii() or b"\\u" in data else 1  # one character beyond the first 65,536 makes all of a text so wide
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    nbytes = values * VALUE_BYTES + len(data) * wide
-    if nbytes > size + SPARE_BYTES:
+    nbytes = values * PYTHON_VALUE_BYTES + len(data) * wide
+    if nbytes > size + MEMORY_MARGIN_BYTES:
         raise CheckpointError(
             f"the {what} would take more memory than the whole file", file=file, field=what,
             found=f"about {values} values in {len(data)} bytes", expected=f"what {size} bytes and 64 MB can hold",

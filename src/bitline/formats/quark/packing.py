@@ -19,9 +19,9 @@ BLOCK = 32  # columns of one scale of the "mx" type
 
 def words_to_rows(words: Tensor, n: int, reorder: bool) -> Tensor:
     """Words along N, int32 [K, ceil(N/8)], to canonical rows, uint8 [N, ceil(K/2)]; "reorder" is AWQ's order of columns."""
-    rows = packed_int32.awq_codes(words, 8 * words.shape[1])
+    rows = packed_int32.repack_awq(words, 8 * words.shape[1])
     if not reorder:  # field i holds column i, and not AWQ's
-        rows = rows.view(-1, 8, rows.shape[1]).index_select(1, torch.tensor(packed_int32.AWQ_FIELD_TO_COLUMN)).flatten(0, 1)
+        rows = rows.view(-1, 8, rows.shape[1]).index_select(1, torch.tensor(packed_int32.AWQ_ORDER)).flatten(0, 1)
     assert rows.shape[1] == bitstream.row_bytes(words.shape[0], 4)
     return rows[:n]
 
@@ -36,8 +36,8 @@ def fields(stored: Tensor, dtype: str, count: int, reorder: bool) -> Tensor | No
     width, signed, _, per = INTEGERS[dtype]
     half = 1 << (width - 1) if signed else 0
     if per == 8:
-        out = packed_int32.unpack_words(stored, 4, 8 * stored.shape[1])
-        out = (packed_int32.awq_columns(out) if reorder else out)[:, :count]
+        out = packed_int32.unpack_int32(stored, 4, 8 * stored.shape[1])
+        out = (packed_int32.awq_deinterleave(out) if reorder else out)[:, :count]
     elif per == 4:  # the first code in the high bits
         out = bitstream.unpack(stored, 2, 4 * stored.shape[1]).reshape(stored.shape[0], -1, 4).flip(-1).flatten(1)[:, :count]
     else:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitline import types
 from bitline.errors import CheckpointError
-from bitline.formats.base import LayerRecord, TensorSource, without_codes
+from bitline.formats.base import LayerRecord, TensorSource, missing_codes
 from bitline.formats.common.module_tensors import FLOATS
 from bitline.formats.compressed_tensors.packing import narrow_integers
 from bitline.formats.quant_config import find_quantization
@@ -41,7 +41,7 @@ class TorchAOReader:
             if name.endswith(_QDATA):
                 yield _record(DescribedLayer(source, name.removesuffix(_QDATA)))
             elif name.endswith("._weight_scale") and name.removesuffix("._weight_scale") + _QDATA not in source.tensors:
-                raise without_codes(info, name.removesuffix("._weight_scale") + _QDATA)
+                raise missing_codes(info, name.removesuffix("._weight_scale") + _QDATA)
             elif name.endswith("_qdata") and "._" in name:
                 raise CheckpointError(
                     "torchao parameters that are not a layer's weight are not supported yet", file=info.file, tensor=name,
