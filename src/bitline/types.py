@@ -1,4 +1,4 @@
-"""Value types of the whole library: scalar types, activation schemes, layer specs and verdicts. No tensors here."""
+"""Value types of the whole library: scalar types, activation schemes, layer specs and verdicts. They hold no tensors."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["int", "float", "table"]
+ScalarKind = Literal["int", "float", "table"]
 
 
 @dataclass(frozen=True)
 class ScalarType:
-    """How one weight code of `bits` bits becomes a number.
+    """An element type of weights, activations or scales: how a code of `bits` bits maps to a number.
 
-    kind "int": an unsigned code minus `bias`, or two's complement where `signed`.
-    kind "float": sign, `exponent` and `mantissa` bits; the value of each code is in `values()`.
-    kind "table": `table[code]`.
+    The names follow vLLM's `scalar_type` (`uint4b8`, `float8_e4m3fn`). Floats follow OCP FP8 and OCP MX 1.0.
+
+    Attributes:
+        name: The type's name, unique in `SCALAR_TYPES`.
+        bits: Width of one code in bits, 1 to 8.
+        kind: "int", an integer; "float", a minifloat; "table", a codebook (NF4, GGUF's IQ types).
+        bias: Of an unsigned integer, the implicit zero point that is subtracted from the code (8 for `uint4b8`). Of a float, the
+            exponent bias where it is not the IEEE one, else 0.
+        signed: Whether an integer is in two's complement.
+        exponent: Exponent bits of a float.
+        mantissa: Mantissa bits of a float, without the implicit one.
+        table: The codebook, one value for each of the 2**bits codes.
     """
 
     name: str
     bits: int
-    kind: Kind = "int"
+    kind: ScalarKind = "int"
     bias: int = 0
     signed: bool = False
     exponent: int = 0
@@ -34,23 +43,23 @@ class ScalarType:
 
     @property
     def size_bits(self) -> int:
-        """Bits of one code."""
+        """`bits`, by vLLM's name."""
         return self.bits
 
     def has_bias(self) -> bool:
-        """True where a constant is subtracted from the stored code (uint4b8, uint8b128, …)."""
+        """Whether the type has an implicit zero point, as `uint4b8` and `uint8b128` have."""
         return self.bias != 0
 
     @functools.cache  # noqa: B019  (ScalarTypes are few and live as long as the process)
     def values(self) -> tuple[float, ...]:
-        """The number that each of the 2**bits codes stands for."""
+        """The value of each of the 2**bits codes, in code order."""
         if self.kind == "table":
             return self.table
         if self.kind == "int":
-            return tuple(float(self._integer(code)) for code in range(1 << self.bits))
-        return tuple(_decode_float(self, code) for code in range(1 << self.bits))
+            return tuple(float(self._int_value(code)) for code in range(1 << self.bits))
+        return tuple(_minifloat_value(self, code) for code in range(1 << self.bits))
 
-    def _integer(self, code: int) -> int:
+    def _int_value(self, code: int) -> int:
         if self.signed and code >> (self.bits - 1):
             return code - (1 << self.bits)
         return code - self.bias
@@ -67,22 +76,22 @@ class ScalarType:
         return self.name
 
 
-def _decode_float(t: ScalarType, code: int) -> float:
-    """OCP MX 1.0 and OCP FP8 minifloats: subnormals, and the NaN/inf codes of each of the named types."""
-    sign = -1.0 if code >> (t.exponent + t.mantissa) else 1.0  # unsigned types have no bit there
+def _minifloat_value(t: ScalarType, code: int) -> float:
+    """The value of a minifloat code by OCP FP8 and OCP MX 1.0, with subnormals and each type's own NaN and infinity codes."""
+    sign = -1.0 if code >> (t.exponent + t.mantissa) else 1.0  # an unsigned float has no bit above the exponent
     exponent = (code >> t.mantissa) & ((1 << t.exponent) - 1)
     mantissa = code & ((1 << t.mantissa) - 1)
-    full = (1 << t.exponent) - 1
-    if t.name in ("float8_e4m3fn", "ufloat8_e5m3") and exponent == full and mantissa == (1 << t.mantissa) - 1:
+    max_exponent = (1 << t.exponent) - 1
+    if t.name in ("float8_e4m3fn", "ufloat8_e5m3") and exponent == max_exponent and mantissa == (1 << t.mantissa) - 1:
         return math.nan
-    if t.name == "float8_e5m2" and exponent == full:
+    if t.name == "float8_e5m2" and exponent == max_exponent:
         return math.nan if mantissa else sign * math.inf
     if t.name == "float8_e4m3fnuz" and code == 0x80:
         return math.nan
-    offset = t.bias or (1 << (t.exponent - 1)) - 1
+    exponent_bias = t.bias or (1 << (t.exponent - 1)) - 1
     if exponent == 0:
-        return sign * mantissa * 2.0 ** (1 - offset - t.mantissa)
-    return sign * (1 + mantissa * 2.0**-t.mantissa) * 2.0 ** (exponent - offset)
+        return sign * mantissa * 2.0 ** (1 - exponent_bias - t.mantissa)
+    return sign * (1 + mantissa * 2.0**-t.mantissa) * 2.0 ** (exponent - exponent_bias)
 
 
 uint1, uint2, uint3, uint4, uint5, uint6, uint7, uint8 = (ScalarType(f"uint{b}", b) for b in range(1, 9))
@@ -93,11 +102,11 @@ int4, int8 = (ScalarType(f"int{b}", b, signed=True) for b in (4, 8))
 float8_e4m3fn = ScalarType("float8_e4m3fn", 8, "float", exponent=4, mantissa=3)
 float8_e5m2 = ScalarType("float8_e5m2", 8, "float", exponent=5, mantissa=2)
 float8_e4m3fnuz = ScalarType("float8_e4m3fnuz", 8, "float", bias=8, exponent=4, mantissa=3)
-ufloat8_e5m3 = ScalarType("ufloat8_e5m3", 8, "float", exponent=5, mantissa=3)  # of scales alone: no sign
+ufloat8_e5m3 = ScalarType("ufloat8_e5m3", 8, "float", exponent=5, mantissa=3)  # a scale dtype: unsigned
 float6_e2m3 = ScalarType("float6_e2m3", 6, "float", exponent=2, mantissa=3)
 float6_e3m2 = ScalarType("float6_e3m2", 6, "float", exponent=3, mantissa=2)
 float4_e2m1 = ScalarType("float4_e2m1", 4, "float", exponent=2, mantissa=1)
-# bitsandbytes' two tables, each value the exact one of its float32.
+# bitsandbytes' NF4 and FP4 codebooks; each value is exact in float32.
 nf4 = ScalarType("nf4", 4, "table", table=(
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -107,10 +116,11 @@ fp4_bnb = ScalarType("fp4_bnb", 4, "table", table=(
     0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
     0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
 ))  # fmt: skip
-# ggml's ternary codes: -1, 0 and 1, and a fourth value that two bits leave over.
+# ggml's ternary types (TQ1_0, TQ2_0): -1, 0 and 1; the fourth code of two bits is unused.
 uint2b1 = ScalarType("uint2b1", 2, bias=1)
-# ggml's tables (gguf's quants.py). Types of whole vectors are spelled weight by weight: a magnitude of the vector's grid, and
-# a sign in the top bit. Grid values are divided by the factor that their scales lack, so that scales are integers times d.
+# ggml's codebooks (gguf's quants.py). The IQ types that look up whole vectors are stored per weight: a magnitude of the
+# vector grid, with the sign in the top bit. Grid values are divided by the factor that their scales lack, so that every scale
+# is an integer times the super-block scale d.
 iq4_nl = ScalarType("iq4_nl", 4, "table", table=(
     -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
 ))  # fmt: skip
@@ -120,15 +130,16 @@ iq3_xxs = ScalarType("iq3_xxs", 4, "table", table=(
 iq3_s = ScalarType("iq3_s", 4, "table", table=(
     1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0, -1.0, -3.0, -5.0, -7.0, -9.0, -11.0, -13.0, -15.0,
 ))  # fmt: skip
-iq2 = ScalarType("iq2", 3, "table", table=(1.0, 3.125, 5.375, 0.0, -1.0, -3.125, -5.375, 0.0))  # no file has the zeros
-iq1_m = ScalarType("iq1_m", 3, "table", table=(-0.875, 0.125, 1.125, 0.0, -1.125, -0.125, 0.875, 0.0))  # nor these
+# The zeros of the next two pad the codebook; no file has their codes.
+iq2 = ScalarType("iq2", 3, "table", table=(1.0, 3.125, 5.375, 0.0, -1.0, -3.125, -5.375, 0.0))
+iq1_m = ScalarType("iq1_m", 3, "table", table=(-0.875, 0.125, 1.125, 0.0, -1.125, -0.125, 0.875, 0.0))
 binary = ScalarType("binary", 1, "table", table=(-1.0, 1.0))
 
 SCALAR_TYPES: dict[str, ScalarType] = {t.name: t for t in list(globals().values()) if isinstance(t, ScalarType)}
 
 
 def unsigned(bits: int, *, symmetric: bool) -> ScalarType:
-    """uint{bits} with an implied middle zero where `symmetric`, else uint{bits} whose zero comes with the weight."""
+    """The unsigned type of a width: with an implicit zero point (`uint4b8`) if symmetric, else with stored ones (`uint4`)."""
     return SCALAR_TYPES[f"uint{bits}b{1 << (bits - 1)}" if symmetric else f"uint{bits}"]
 
 
@@ -148,11 +159,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class ActSpec:
-    """How a checkpoint asks for the layer's input to be quantized before the product.
+    """The activation quantization that a checkpoint asks for, applied to the layer's input before the GEMM.
 
-    granularity "tensor": one scale for the whole input; "token": one per row; "group": one per `group_size` columns
-    of a row. `dynamic` scales are computed from the input, static ones come with the weight (`input_scale`).
-    limit: what an absolute value counts as at most when a dynamic scale is computed, so that larger ones saturate; 0 for none.
+    `bitline.act_quant` is its reference implementation.
+
+    Attributes:
+        dtype: Element type of the quantized activations (`int8`, `float8_e4m3fn`, `float4_e2m1`, …).
+        dynamic: True where scales are computed from the input at run time, False where the checkpoint has a static
+            `input_scale`.
+        granularity: What shares a scale: "tensor", the whole input [M, K]; "token", one row; "group", `group_size` consecutive
+            columns of a row.
+        group_size: Columns per scale of granularity "group", else 0.
+        symmetric: False where an int8 activation has a zero point.
+        scale: Scale format: "float" (float32), "e8m0" (MX), "e4m3" (NVFP4, under a static global scale) or "e5m3".
+        limit: Upper bound of the absolute maximum from which a dynamic scale is computed (vLLM's `input_scale_ub`); larger
+            activations saturate. 0 for none.
     """
 
     dtype: ScalarType
@@ -164,37 +185,57 @@ class ActSpec:
     limit: float = 0.0
 
     def __str__(self) -> str:
-        how = f"group{self.group_size}" if self.granularity == "group" else self.granularity
-        parts = [self.dtype.name, "dynamic" if self.dynamic else "static", how]
-        more = ([] if self.symmetric else ["asym"]) + ([] if self.scale == "float" else [self.scale])
-        return "-".join(parts + more + ([f"limit{self.limit!r}"] if self.limit else []))
+        granularity = f"group{self.group_size}" if self.granularity == "group" else self.granularity
+        words = [self.dtype.name, "dynamic" if self.dynamic else "static", granularity]
+        words += ([] if self.symmetric else ["asym"]) + ([] if self.scale == "float" else [self.scale])
+        return "-".join(words + ([f"limit{self.limit!r}"] if self.limit else []))
 
     @staticmethod
     def parse(text: str) -> ActSpec:
-        """The inverse of str()."""
+        """Parse the text form, which is `str` of an ActSpec.
+
+        Args:
+            text: For example "int8-dynamic-token" or "float4_e2m1-dynamic-group16-e4m3".
+        """
         text, _, limit = text.partition("-limit")
-        name, when, how, *rest = text.split("-")
-        size = int(how.removeprefix("group")) if how.startswith("group") else 0
-        scale: Any = next((r for r in rest if r in ("e8m0", "e4m3", "e5m3")), "float")
-        granularity: Any = "group" if size else how
-        return ActSpec(SCALAR_TYPES[name], when == "dynamic", granularity, size, "asym" not in rest, scale, float(limit or 0))
+        name, mode, granularity_text, *flags = text.split("-")
+        group_size = int(granularity_text.removeprefix("group")) if granularity_text.startswith("group") else 0
+        scale: Any = next((f for f in flags if f in ("e8m0", "e4m3", "e5m3")), "float")
+        granularity: Any = "group" if group_size else granularity_text
+        return ActSpec(
+            SCALAR_TYPES[name], mode == "dynamic", granularity, group_size, "asym" not in flags, scale, float(limit or 0)
+        )
 
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """Everything about one linear layer that selection may look at, and no tensor.
+    """A linear layer's shape and quantization scheme, without tensors: all that kernel selection looks at.
 
-    W[n, k] = scale2 * scale[(n + block_offset[0]) // bn, (k + block_offset[1]) // bk] * (code[n, k] - zero) (+ offset)
+    With the scale block (bn, bk) and columns in stored order, W [N, K] is:
 
-    n, k: out_features and in_features of this (possibly sharded) weight.
-    block: (bn, bk) of one scale. (n, k) is per tensor, (1, k) per channel, (1, g) grouped, (128, 128) block FP8.
-    block_offset: rows and columns of the first block that a tensor-parallel cut left on another rank.
-    zero: "none", "int" (zero points in code units) or "float" (an offset in the weight's units is added).
-    scale2_block: block of a second, coarser scale: (n, k) for NVFP4's global scale, (1, 256) for GGUF's K-quants.
-    act_order: columns are stored in another order than the input's; ragged: groups are not `bk` columns each.
-    act: how the input is to be quantized, None for a weight-only scheme.
-    input_multiplier: the input is first multiplied by one number a column. The layer does that, so kernels are asked
-        about the spec without it.
+        W[n, k] = scale2 * scale[(n + block_offset[0]) // bn, (k + block_offset[1]) // bk] * (code[n, k] - zero) (+ offset)
+
+    Attributes:
+        n: out_features N of this weight, which may be a tensor-parallel shard.
+        k: in_features K of this weight.
+        weight: Element type of the codes.
+        block: Shape (bn, bk) of the scale block. (N, K) is per tensor, (1, K) per channel, (1, g) grouped, (128, 128) block
+            FP8. A block that exceeds the weight is stored clipped to it.
+        block_offset: Rows and columns of the first scale block that lie on another tensor-parallel rank.
+        scale_dtype: dtype of the scales, as the checkpoint stores them.
+        zero: "none"; "int", zero points in code units; "float", an offset in the weight's units that is added after scaling.
+        scale2_block: Block shape of the second level of scales: (N, K) for NVFP4's global scale, (1, 256) for GGUF's super-block
+            scales. None where there is one level.
+        act_order: Whether the columns are stored permuted (GPTQ's act-order, `g_idx`).
+        ragged: Whether groups have unequal sizes, as act-order shards can have; a per-column group index then replaces `bk`.
+        act: Activation quantization; None for a weight-only scheme.
+        act_dtype: dtype of the layer's input and output.
+        bias: Whether the layer has a bias.
+        input_multiplier: Whether the input is multiplied by one factor per column first (AWQ's pre-quantization scale). The layer
+            does that itself, so kernels are asked about the spec without it.
+
+    Raises:
+        ValueError: For n or k below 1, or a block_offset that does not lie in the block.
     """
 
     n: int
@@ -215,7 +256,8 @@ class LinearSpec:
     def __post_init__(self) -> None:
         if self.n < 1 or self.k < 1:
             raise ValueError(f"a linear layer needs n >= 1 and k >= 1, got n={self.n} k={self.k}")
-        # A cut that lies within one block has no block structure left along that dimension: one spelling for one fact.
+        # A shard that lies inside one scale block has one scale along that dimension. The block is clipped to the shard and the
+        # offset dropped, so that equal layers have equal specs.
         offset, block = list(self.block_offset), list(self.block)
         for dim, size in enumerate((self.n, self.k)):
             if block[dim] < 1 or not 0 <= offset[dim] < block[dim]:
@@ -227,7 +269,7 @@ class LinearSpec:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of the scale tensor of a regular (not ragged) weight."""
+        """Shape of the scale tensor: scale blocks along N and K. A ragged weight's K extent is that of its tensor instead."""
         return (
             -(-(self.n + self.block_offset[0]) // self.block[0]),
             -(-(self.k + self.block_offset[1]) // self.block[1]),
@@ -235,50 +277,57 @@ class LinearSpec:
 
     @property
     def group_size(self) -> int:
-        """Columns per scale, -1 where one scale serves a whole row."""
+        """Columns per scale, -1 where one scale serves a whole row: the group size of checkpoint configs and vLLM."""
         return -1 if self.block[1] == self.k else self.block[1]
 
     @property
     def scheme(self) -> str:
-        """A short name in the field's words: `uint4b8 g128`, `float8_e4m3fn 128x128`, `int8 channel a:int8-…`."""
+        """A short name of the quantization scheme: `uint4b8 g128`, `float8_e4m3fn 128x128`, `int8 channel a:int8-…`."""
         bn, bk = self.block
         if (bn, bk) == (self.n, self.k):
-            size = "tensor"
+            granularity = "tensor"
         elif bn == 1:
-            size = "channel" if bk == self.k else f"g{bk}"
+            granularity = "channel" if bk == self.k else f"g{bk}"
         else:
-            size = f"{bn}x{bk}"
-        extra = {"none": "", "int": "+zero", "float": "+offset"}[self.zero]
-        order = (" act-order" if self.act_order else "") + (" input-scaled" if self.input_multiplier else "")
-        return f"{self.weight.name}{extra} {size}{order}" + (f" a:{self.act}" if self.act else "")
+            granularity = f"{bn}x{bk}"
+        zero = {"none": "", "int": "+zero", "float": "+offset"}[self.zero]
+        flags = (" act-order" if self.act_order else "") + (" input-scaled" if self.input_multiplier else "")
+        return f"{self.weight.name}{zero} {granularity}{flags}" + (f" a:{self.act}" if self.act else "")
 
     @property
     def weight_only(self) -> bool:
-        """True where the input stays in 16 or 32 bits."""
+        """True where activations are not quantized (W4A16 and its like)."""
         return self.act is None
 
     def codes_bytes(self) -> int:
-        """Bytes of the packed codes: n rows of ceil(k * bits / 8)."""
+        """Bytes of the packed codes, N rows of ceil(K * bits / 8)."""
         return self.n * ((self.k * self.weight.bits + 7) // 8)
 
     def scale_count(self) -> int:
-        """Number of scales of a regular weight."""
+        """Number of scales of a weight that is not ragged."""
         return self.grid[0] * self.grid[1]
 
     def weight_bytes(self) -> int:
-        """Bytes of codes, scales, zeros and offsets: what one pass over the weight has to read."""
+        """Bytes of codes, scales, zero points, offsets and permutation: the memory traffic of one pass over the weight."""
         scales = self.scale_count()
         size = self.codes_bytes() + scales * self.scale_dtype.itemsize
         size += {"none": 0, "int": (scales * self.weight.bits + 7) // 8, "float": scales * self.scale_dtype.itemsize}[self.zero]
         return size + (4 * self.k if self.act_order else 0)
 
     def replace(self, **changes: Any) -> LinearSpec:
-        """A copy with some fields changed."""
+        """A copy with some fields changed.
+
+        Args:
+            **changes: New values by field name.
+
+        Raises:
+            ValueError: As the constructor.
+        """
         return dataclasses.replace(self, **changes)
 
     @functools.cached_property
     def key(self) -> str:
-        """A text form that `LinearSpec.parse` reads back; it is what a compiled graph carries."""
+        """The text form that `LinearSpec.parse` reads back. Operators take it as an argument, so compiled graphs carry it."""
         return ";".join(
             (
                 f"{self.n}x{self.k}",
@@ -299,21 +348,25 @@ class LinearSpec:
     @staticmethod
     @functools.cache
     def parse(key: str) -> LinearSpec:
-        """The inverse of `key`."""
-        shape, weight, block, scale, zero, scale2, order, ragged, act, dtype, bias, *more = key.split(";")
+        """Parse the text form.
+
+        Args:
+            key: What `key` gave.
+        """
+        shape, weight, block, scale_dtype, zero_text, scale2, order, ragged, act, act_dtype, bias, *multiplier = key.split(";")
         n, k = map(int, shape.split("x"))
-        size, off_n, off_k = block.split("+")
+        size, offset_n, offset_k = block.split("+")
         bn, bk = map(int, size.split("x"))
-        b2n, b2k = map(int, scale2.split("x")) if scale2 != "-" else (0, 0)
-        kind: Any = zero
+        scale2_bn, scale2_bk = map(int, scale2.split("x")) if scale2 != "-" else (0, 0)
+        zero: Any = zero_text
         return LinearSpec(
-            n, k, SCALAR_TYPES[weight], (bn, bk), (int(off_n), int(off_k)), DTYPES[scale], kind,
-            (b2n, b2k) if b2n else None, order != "-", ragged != "-",
-            None if act == "-" else ActSpec.parse(act), DTYPES[dtype], bias != "-", bool(more),
+            n, k, SCALAR_TYPES[weight], (bn, bk), (int(offset_n), int(offset_k)), DTYPES[scale_dtype], zero,
+            (scale2_bn, scale2_bk) if scale2_bn else None, order != "-", ragged != "-",
+            None if act == "-" else ActSpec.parse(act), DTYPES[act_dtype], bias != "-", bool(multiplier),
         )  # fmt: skip
 
     def __hash__(self) -> int:
-        return hash(self.key)  # a string keeps its hash; hashing thirteen fields takes longer than a kernel launch
+        return hash(self.key)  # str caches its hash; hashing the fields on every call takes longer than a kernel launch
 
     def __str__(self) -> str:
         return f"[{self.n}, {self.k}] {self.scheme}, input {dtype_name(self.act_dtype)}"
@@ -321,9 +374,14 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A kernel's answer to "can you?": true or false in a condition, unpackable and indexable as (ok, reason).
+    """A kernel's answer to `is_supported` or `can_implement`.
 
-    `fix` says what would change a refusal: the nearest shape, dtype, package or machine that would do.
+    It is true or false in a condition, and unpacks and indexes as vLLM's tuple (ok, reason).
+
+    Attributes:
+        ok: Whether the kernel runs on the platform, or implements the layer.
+        reason: Why it does not; "" where it does.
+        fix: The nearest change that would make it accept: a shape, dtype, package or machine. "" where there is none.
     """
 
     ok: bool
@@ -345,5 +403,5 @@ YES = Verdict(True)
 
 
 def no(reason: str, fix: str = "") -> Verdict:
-    """A refusal with its reason and, where there is one, the nearest fix."""
+    """A refusing Verdict with its reason and, where there is one, the nearest fix."""
     return Verdict(False, reason, fix)
