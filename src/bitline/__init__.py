@@ -1,6 +1,6 @@
-"""Bitline runs the linear layers of any quantized model, on any machine, and says why it runs them as it does.
+"""Bitline: quantized linear layers. Reads every checkpoint format, selects a kernel per layer, and explains the selection.
 
-The public names are imported when they are first used, so that `bitline --help` does not have to wait for torch.
+Public names are imported on first use, so that `bitline --help` does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from bitline.types import ActSpec, LinearSpec, ScalarType, Verdict
     from bitline.weight import QuantizedWeight
 
-_HOME = {
+_EXPORTS = {
     "bitline.checkpoint": ("Checkpoint", "open_checkpoint", "register_format"),
     "bitline.conversion": ("ConversionReport", "convert"),
     "bitline.errors": (
@@ -50,7 +50,7 @@ _HOME = {
     "bitline.types": ("ActSpec", "LinearSpec", "ScalarType", "Verdict"),
     "bitline.weight": ("QuantizedWeight",),
 }  # fmt: skip
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "ActSpec", "BitlineError", "Checkpoint", "CheckpointError", "Choice", "ConversionError", "ConversionReport", "InputError",

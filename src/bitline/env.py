@@ -1,4 +1,4 @@
-"""The one place where environment variables are read. Each is also an argument somewhere; the argument wins."""
+"""All environment variables that Bitline reads. Each has an equivalent argument, which takes precedence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Variable:
-    """A documented environment variable: `bitline doctor` prints this table."""
+    """An environment variable as `bitline doctor` lists it: its name, its effect, and the equivalent argument."""
 
     name: str
     effect: str
@@ -17,14 +17,14 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("BITLINE_CACHE", "folder for downloaded models", "models.fetch(cache=…)"),
-    Variable("BITLINE_DISABLED_KERNELS", "kernel class names never to use, separated by commas", "Policy(disabled=…)"),
-    Variable("BITLINE_KERNEL", "the one kernel class to use", "Policy(kernel=…)"),
-    Variable("BITLINE_BACKEND", "the provider whose kernels to use", "Policy(backend=…)"),
-    Variable("BITLINE_CPU_ISA", "the native core's CPU features: portable, avx2, avx512 or amx", "native.use_isa(…)"),
-    Variable("BITLINE_NO_NATIVE", "1: as if the native core had not been built", "Platform(native=False)"),
-    Variable("BITLINE_NO_STEP", "1: transformers' own code between the linear layers", "load_model(native_step=False)"),
-    Variable("BITLINE_NATIVE_LIBRARY", "file of the native core to load instead of the installed one", "native.Core(path)"),
+    Variable("BITLINE_CACHE", "directory for downloaded models", "model.packaged.fetch(cache=…)"),
+    Variable("BITLINE_DISABLED_KERNELS", "kernel class names never to use, comma-separated", "Policy(disabled=…)"),
+    Variable("BITLINE_KERNEL", "class name of the kernel to use", "Policy(kernel=…)"),
+    Variable("BITLINE_BACKEND", "backend (provider) whose kernels to use", "Policy(backend=…)"),
+    Variable("BITLINE_CPU_ISA", "instruction set of the native core: portable, avx2, avx512 or amx", "native.use_isa(…)"),
+    Variable("BITLINE_NO_NATIVE", "1: run without the native core", "Platform(native=False)"),
+    Variable("BITLINE_NO_STEP", "1: no native decode step; transformers runs between the linear layers", "load_model(native_step=False)"),
+    Variable("BITLINE_NATIVE_LIBRARY", "path of a native core to load instead of the installed one", "native.Core(path)"),
 )
 
 
@@ -34,15 +34,15 @@ def _read(name: str) -> str:
 
 def cache_dir() -> Path:
     """`$BITLINE_CACHE`, else `$XDG_CACHE_HOME/bitline`, else `~/.cache/bitline`."""
-    own = _read("BITLINE_CACHE")
-    if own:
-        return Path(own).expanduser()
-    base = _read("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "bitline"
+    cache = _read("BITLINE_CACHE")
+    if cache:
+        return Path(cache).expanduser()
+    xdg_cache = _read("XDG_CACHE_HOME")
+    return (Path(xdg_cache).expanduser() if xdg_cache else Path.home() / ".cache") / "bitline"
 
 
 def disabled_kernels() -> frozenset[str]:
-    """Class names in `$BITLINE_DISABLED_KERNELS`, blanks trimmed, empty entries dropped."""
+    """The class names in `$BITLINE_DISABLED_KERNELS`, stripped, without empty entries."""
     return frozenset(part.strip() for part in _read("BITLINE_DISABLED_KERNELS").split(",") if part.strip())
 
 
@@ -57,7 +57,7 @@ def backend() -> str:
 
 
 def cpu_isa() -> str:
-    """`$BITLINE_CPU_ISA`, "" where it is not set."""
+    """`$BITLINE_CPU_ISA` in lower case, "" where it is not set."""
     return _read("BITLINE_CPU_ISA").lower()
 
 
@@ -72,9 +72,9 @@ def no_step() -> bool:
 
 
 def native_library() -> Path | None:
-    """`$BITLINE_NATIVE_LIBRARY`."""
-    named = _read("BITLINE_NATIVE_LIBRARY")
-    return Path(named).expanduser() if named else None
+    """`$BITLINE_NATIVE_LIBRARY` as a path, None where it is not set."""
+    path = _read("BITLINE_NATIVE_LIBRARY")
+    return Path(path).expanduser() if path else None
 
 
 def triton_interpret() -> bool:
@@ -83,12 +83,12 @@ def triton_interpret() -> bool:
 
 
 def set_default(name: str, value: str) -> str | None:
-    """Set a variable of another library where it is not set, for code of this process that reads it later; its value before."""
-    before = os.environ.get(name)
+    """Set another library's variable unless it is set. Returns the previous value, None where there was none."""
+    previous = os.environ.get(name)
     os.environ.setdefault(name, value)
-    return before
+    return previous
 
 
 def environment() -> dict[str, str]:
-    """A copy of the whole environment, to start a child process with."""
+    """A copy of the whole environment, for child processes."""
     return dict(os.environ)

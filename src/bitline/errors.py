@@ -1,21 +1,29 @@
-"""Every error that Bitline raises on purpose: what, where, what was found, what was expected, what to do."""
+"""The exceptions that Bitline raises. Each message says what failed, where, what was found, what was expected, and the fix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_LONGEST = 600  # characters of one part in a message; a hostile file may put megabytes in any of them
+_MAX_CHARS = 600  # of one part of a message; a hostile file may put megabytes in any of them
 
 
 class BitlineError(Exception):
-    """Base of all deliberate errors.
+    """Base class of all exceptions that Bitline raises on purpose.
 
-    The message reads: *what* [file *file*, tensor *tensor*, field *field*]: found *found*, expected *expected*. *fix*.
-    field is the entry of a config, of a header or of its metadata that is wrong ("bits", "shape", "general.alignment"), or
-    the part of a canonical weight ("scale", "perm"). Each part is also an attribute, so a caller can act on it without
-    parsing text. In the message a part that is very long is cut, and control characters are escaped: a name out of a file
-    never moves a terminal's cursor.
+    The message reads: *what* [file *file*, tensor *tensor*, field *field*]: found *found*, expected *expected*. To fix it: *fix*.
+    In the message, parts longer than 600 characters are shortened and control characters are escaped, so that a name from a
+    file cannot control the terminal. The attributes hold the parts as they are.
+
+    Attributes:
+        what: What failed.
+        file: The file, as text.
+        tensor: The tensor's name in the file, or the layer's.
+        field: The entry that is wrong: of a config or a header ("bits", "shape", "general.alignment"), or of a QuantizedWeight
+            ("scale", "perm").
+        found: What was there, as text.
+        expected: What had to be there, as text.
+        fix: What to do about it.
     """
 
     def __init__(
@@ -47,21 +55,26 @@ class BitlineError(Exception):
 
 
 def _plain(text: str) -> str:
-    if len(text) > _LONGEST:
-        text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+    """A part of a message, shortened, with control characters escaped."""
+    if len(text) > _MAX_CHARS:
+        text = f"{text[: _MAX_CHARS // 2]} … {text[-_MAX_CHARS // 2 :]}"
     return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 class CheckpointError(BitlineError, ValueError):
-    """A checkpoint cannot be read as what it says it is; nothing of it was used."""
+    """A checkpoint is malformed, contradicts itself or has an unknown format. Nothing of it was loaded."""
 
 
 class WeightError(BitlineError, ValueError):
-    """A canonical weight contradicts itself."""
+    """A QuantizedWeight whose tensors do not fit its spec or each other, or a shard that cannot be taken."""
 
 
 class NoKernelError(BitlineError, ValueError):
-    """The policy leaves no kernel that can run a layer. reasons: a line for each kernel tried, at the end of the message too."""
+    """No kernel that the policy allows can run the layer, or a kernel name, backend or policy is not valid.
+
+    Attributes:
+        reasons: One line per kernel that was tried, "name: reason". The message ends with them.
+    """
 
     def __init__(self, what: str, *, reasons: Iterable[str] = (), **parts: Any) -> None:
         self.reasons = tuple(reasons)
@@ -72,13 +85,14 @@ class NoKernelError(BitlineError, ValueError):
 
 
 class PlatformError(BitlineError, ValueError):
-    """A platform string or device that Bitline does not know, or that is not here."""
+    """A platform string or a device that Bitline does not know, or a device that this machine does not have."""
 
 
 class ConversionError(BitlineError, ValueError):
-    """A checkpoint that another format cannot hold, or a result that did not read back as its source; nothing was written.
+    """The target format cannot represent the checkpoint, or the result did not read back as the source. Nothing was written.
 
-    layers: the reason for each layer that cannot be held, by name.
+    Attributes:
+        layers: For each layer that cannot be represented, by name, the reason.
     """
 
     def __init__(self, what: str, *, layers: Mapping[str, str] | None = None, **parts: Any) -> None:
@@ -87,8 +101,8 @@ class ConversionError(BitlineError, ValueError):
 
 
 class InputError(BitlineError, ValueError):
-    """A call with a tensor or an argument that the layer or function cannot take."""
+    """An argument that a function or layer does not accept: wrong type, shape, dtype, device or value."""
 
 
 class OutOfMemoryError(BitlineError, MemoryError):
-    """The machine or device has too little memory for what was asked."""
+    """The host or device ran out of memory."""

@@ -1,3 +1,3 @@
-"""Bitline's version."""
+"""The package version."""
 
 __version__ = "0.1.0"
