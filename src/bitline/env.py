@@ -23,7 +23,7 @@ VARIABLES = (
     Variable("BITLINE_BACKEND", "backend (provider) whose kernels to use", "Policy(backend=…)"),
     Variable("BITLINE_CPU_ISA", "instruction set of the native core: portable, avx2, avx512 or amx", "native.use_isa(…)"),
     Variable("BITLINE_NO_NATIVE", "1: run without the native core", "Platform(native=False)"),
-    Variable("BITLINE_NO_STEP", "1: no native decode step; transformers runs between the linear layers", "load_model(native_step=False)"),
+    Variable("BITLINE_NO_STEP", "1: disable the native decode step", "load_model(native_step=False)"),
     Variable("BITLINE_NATIVE_LIBRARY", "path of a native core to load instead of the installed one", "native.Core(path)"),
 )
 
