@@ -1,6 +1,6 @@
-"""What a machine is: vendor, architecture, features, packages, and the rates that a cost estimate needs.
+"""Hardware platforms as kernel selection sees them: vendor, architecture, CPU features, packages and peak rates.
 
-`Platform.detect()` describes the machine at hand, `Platform.parse("cuda:sm90")` one that may not be here.
+`Platform.detect()` describes this machine. `Platform.parse("cuda:sm90")` describes any machine.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Vendor = Literal["cpu", "cuda", "rocm", "xpu"]
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package that some kernel needs: its distribution's name, what it adds, and how it is installed."""
+    """An optional package that some kernels need: its distribution name, what it adds, and how to install it."""
 
     distribution: str
     adds: str
     install: str
 
 
-# By import name.
+# import name -> package
 PACKAGES = {
-    "triton": Package("triton", "portable GPU kernels for every vendor", "pip install triton (comes with a GPU build of torch)"),
+    "triton": Package("triton", "portable GPU kernels", "pip install triton (comes with a GPU build of torch)"),
     "zentorch": Package("zentorch", "AMD Zen CPU kernels", "pip install zentorch, in the version for this torch"),
     "auto_round_kernel": Package("auto-round-lib", "AutoRound's CPU and XPU kernels", "pip install auto-round-lib"),
     "flashinfer": Package(
@@ -69,22 +69,22 @@ _IMPLIED = {
 
 @dataclass(frozen=True)
 class Rates:
-    """Peak rates of a whole device: bandwidth in bytes/s, dense matrix operations in op/s (a multiply-add is two)."""
+    """Peak rates of one device, for rooflines: memory bandwidth in bytes/s, dense MMA rates in op/s (a multiply-add is two)."""
 
     bandwidth: float
     bf16: float
     fp32: float
     int8: float
     fp8: float = 0.0
-    launch: float = 3e-6  # seconds of a call that does nothing
+    launch: float = 3e-6  # seconds of an empty call
 
     def of(self, kind: str) -> float:
-        """The rate of "bf16", "fp16", "fp32", "int8" or "fp8"; formats without units of their own run as bf16."""
+        """The rate of "bf16", "fp16", "fp32", "int8" or "fp8" in op/s; bf16's for a format without MMA units."""
         rate: float = getattr(self, "bf16" if kind == "fp16" else kind)
         return rate or self.bf16
 
 
-# Vendors' datasheet figures (dense) for one device; sm90's are measured on an H200.
+# Dense rates from the vendors' datasheets; sm90's are measured on an H200.
 _GPU_RATES = {
     "sm70": Rates(0.9e12, 112e12, 14e12, 62e12), "sm75": Rates(0.32e12, 65e12, 8e12, 130e12),
     "sm80": Rates(2.0e12, 312e12, 19e12, 624e12), "sm86": Rates(0.94e12, 71e12, 35e12, 284e12),
@@ -100,7 +100,7 @@ _XPU_RATES = Rates(0.56e12, 98e12, 12e12, 197e12)
 
 
 def _cpu_rates(features: frozenset[str], cores: int) -> Rates:
-    """Per-core figures measured with torch 2.13 on two-core machines (docs/performance.md), scaled by the core count."""
+    """Rates measured per core with torch 2.13 on two-core machines (docs/performance.md), times the core count."""
     bandwidth = min(17e9 * cores, 300e9)
     fp32 = 24e9 * cores
     if "amx" in features:
@@ -114,11 +114,16 @@ def _cpu_rates(features: frozenset[str], cores: int) -> Rates:
 
 @dataclass(frozen=True)
 class Platform:
-    """One kind of machine. Hashable and without any handle to hardware, so that `choose` can be asked about any.
+    """A hardware platform. Hashable and without device handles, so that `choose` works for machines that are not here.
 
-    vendor: "cpu", "cuda", "rocm" or "xpu". arch: "x86_64", "aarch64", "sm90", "gfx942", or "" where it does not matter.
-    packages: import names of optional packages that are installed (or assumed). cores: CPU threads that torch uses.
-    native: Bitline's own C++ functions are there, as they are wherever it was installed with a compiler.
+    Attributes:
+        vendor: "cpu", "cuda", "rocm" or "xpu".
+        arch: "x86_64", "aarch64", "sm90", "gfx942", or "" for an XPU.
+        features: CPU features out of `CPU_FEATURES`.
+        packages: Import names of the optional packages that are installed, or assumed to be.
+        cores: CPU threads that torch uses.
+        interpreted: Whether Triton runs its interpreter, not its compiler.
+        native: Whether Bitline's native core (C++) is available; it is built at installation where there is a compiler.
     """
 
     vendor: Vendor
@@ -126,15 +131,21 @@ class Platform:
     features: frozenset[str] = frozenset()
     packages: frozenset[str] = frozenset()
     cores: int = 2
-    interpreted: bool = False  # Triton's interpreter stands in for a compiler
+    interpreted: bool = False
     native: bool = True
 
     @staticmethod
     def parse(text: str) -> Platform:
-        """`cpu`, `cpu:avx512,amx`, `cuda:sm90`, `rocm:gfx942`, `xpu`; packages may follow, and `cores=N` and `no_native` a CPU.
+        """Parse a platform's text form: `cpu`, `cpu:avx512,amx,cores=8`, `cuda:sm90,humming`, `rocm:gfx942`, `xpu`.
 
-        A GPU is taken to come with Triton, as its torch does; every other package has to be named
-        (`cuda:sm90,humming`). Raises PlatformError for a word that is none of these.
+        A GPU platform includes Triton, as torch's GPU builds do. Other packages have to be named.
+
+        Args:
+            text: The vendor, then after a colon any of, comma-separated: an architecture, CPU features, packages, `cores=N`,
+                and for a CPU `no_native`.
+
+        Raises:
+            PlatformError: For an unknown vendor or word, and for a GPU without an architecture.
         """
         name, _, rest = text.strip().lower().partition(":")
         words = [w.strip() for w in rest.split(",") if w.strip()]
@@ -156,7 +167,7 @@ class Platform:
             elif word in PACKAGES:
                 packages.add(word)
             elif vendor == "cpu" and word in CPU_FEATURES:
-                features |= {word, *_closure(word)}
+                features |= {word, *_implied_features(word)}
             elif vendor == "cpu" and word in ("x86_64", "aarch64"):
                 arch = word
             elif re.fullmatch(gpu_arch, word):
@@ -168,55 +179,62 @@ class Platform:
                     f"or a package ({', '.join(PACKAGES)})",
                 )
         if vendor in ("cuda", "rocm") and not arch:
-            raise PlatformError(f"platform {text!r} names no architecture", expected="cuda:sm90 or rocm:gfx942, say")
+            raise PlatformError(f"platform {text!r} names no architecture", expected="cuda:sm90 or rocm:gfx942, for example")
         if vendor == "cpu" and not arch:
             arch = "aarch64" if features & {"neon", "dotprod", "i8mm", "sve", "bf16"} else "x86_64"
         if arch == "aarch64":
-            features.add("neon")  # every one has it
+            features.add("neon")  # part of the base architecture
         if vendor != "cpu":
             packages.add("triton")
         return Platform(vendor, arch, frozenset(features), frozenset(packages), cores, native=native)
 
     @staticmethod
     def detect(device: torch.device | str | None = None) -> Platform:
-        """The platform of a torch device; of the CPU where none is named. Creates no GPU context for the CPU."""
-        kind = as_device(device or "cpu")
+        """The platform of a torch device of this machine. Creates no GPU context for a CPU.
+
+        Args:
+            device: A torch device or its name; the CPU by default.
+
+        Raises:
+            PlatformError: Where torch does not see such a device.
+        """
+        target = as_device(device or "cpu")
         packages = frozenset(installed_packages())
-        if kind.type == "cpu":
+        if target.type == "cpu":
             from bitline import env, native
 
             return Platform(
                 "cpu", _machine(), cpu_features(), packages, torch.get_num_threads(), env.triton_interpret(),
                 native.core() is not None,
             )  # fmt: skip
-        if kind.type == "cuda":
+        if target.type == "cuda":
             if not torch.cuda.is_available():
-                raise PlatformError("no CUDA or ROCm device is available", found=str(kind), expected="a GPU that torch sees",
+                raise PlatformError("no CUDA or ROCm device is available", found=str(target), expected="a GPU that torch sees",
                                     fix="pass device='cpu', or install a torch build for this GPU")  # fmt: skip
             if torch.version.hip:
-                return Platform("rocm", torch.cuda.get_device_properties(kind).gcnArchName.split(":")[0], packages=packages)
-            major, minor = torch.cuda.get_device_capability(kind)
+                return Platform("rocm", torch.cuda.get_device_properties(target).gcnArchName.split(":")[0], packages=packages)
+            major, minor = torch.cuda.get_device_capability(target)
             return Platform("cuda", f"sm{major}{minor}", packages=packages)
-        if kind.type == "xpu" and not torch.xpu.is_available():
-            raise PlatformError("no XPU is available", found=str(kind), expected="an Intel GPU that torch sees",
+        if target.type == "xpu" and not torch.xpu.is_available():
+            raise PlatformError("no XPU is available", found=str(target), expected="an Intel GPU that torch sees",
                                 fix="pass device='cpu', or install a torch build for this GPU")  # fmt: skip
-        if kind.type == "xpu":
+        if target.type == "xpu":
             return Platform("xpu", packages=packages)
-        raise PlatformError("Bitline has no platform for this device", found=str(kind), expected="cpu, cuda or xpu")
+        raise PlatformError("Bitline has no platform for this device", found=str(target), expected="cpu, cuda or xpu")
 
     @property
     def device_type(self) -> str:
-        """The torch device type of tensors on this platform."""
+        """The torch device type: "cpu", "cuda" (also for ROCm) or "xpu"."""
         return "cuda" if self.vendor == "rocm" else self.vendor
 
     @property
     def capability(self) -> int:
-        """CUDA compute capability times ten (90 for sm90), 0 elsewhere."""
+        """CUDA compute capability times ten (90 for sm90), 0 on other vendors' hardware."""
         return int(self.arch[2:]) if self.vendor == "cuda" else 0
 
     @property
     def rates(self) -> Rates:
-        """Peak rates for cost estimates: the architecture's own, or its nearest older relative's."""
+        """Peak rates for cost estimates; those of the nearest older architecture where this one has no entry."""
         if self.vendor == "cpu":
             return _cpu_rates(self.features, self.cores)
         if self.vendor == "xpu":
@@ -237,17 +255,18 @@ class Platform:
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """A torch device; a word that is none is a PlatformError."""
+    """A torch device. Raises PlatformError for what is not one."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise PlatformError("not a device", found=repr(device), expected="cpu, cuda, cuda:1 or xpu") from error
 
 
-def _closure(feature: str) -> Iterable[str]:
+def _implied_features(feature: str) -> Iterable[str]:
+    """The CPU features that one feature implies, transitively."""
     for implied in _IMPLIED.get(feature, ()):
         yield implied
-        yield from _closure(implied)
+        yield from _implied_features(implied)
 
 
 def _machine() -> str:
@@ -257,7 +276,7 @@ def _machine() -> str:
 
 @functools.cache
 def installed_packages() -> dict[str, str]:
-    """Optional packages that can be imported here, import name -> version. None of them is imported."""
+    """Optional packages that are installed, import name -> version. None of them is imported."""
     found = {}
     for name, package in PACKAGES.items():
         if importlib.util.find_spec(name) is not None:
@@ -270,14 +289,14 @@ def installed_packages() -> dict[str, str]:
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """The features of this CPU that any kernel asks for, out of CPU_FEATURES."""
+    """The features of this CPU, out of CPU_FEATURES."""
     flags = _torch_cpu_flags() or _proc_cpu_flags()
-    spelled = {
+    names = {  # torch's and the kernel's names of a flag -> ours
         "avx2": "avx2", "avx512_f": "avx512", "avx512f": "avx512", "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16",
         "avx512_vbmi": "avx512_vbmi", "avx512vbmi": "avx512_vbmi", "amx_bf16": "amx", "neon": "neon", "asimd": "neon",
         "dotprod": "dotprod", "asimddp": "dotprod", "i8mm": "i8mm", "bf16": "bf16", "sve": "sve",
     }  # fmt: skip
-    found = {spelled[f] for f in flags if f in spelled}
+    found = {names[f] for f in flags if f in names}
     if _machine() == "aarch64":
         found.add("neon")
     elif _is_zen():
@@ -286,7 +305,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def cpu_name() -> str:
-    """What the CPU calls itself, else its architecture."""
+    """The CPU's model name, or its architecture."""
     return _cpuinfo("model name") or host.processor() or host.machine()
 
 
@@ -305,7 +324,7 @@ def _is_zen() -> bool:
 
 @functools.cache
 def _cpuinfo(field: str) -> str:
-    """The first value of a field of /proc/cpuinfo, "" where there is none."""
+    """The first value of a field of /proc/cpuinfo, "" where there is no such field."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             for line in lines:
