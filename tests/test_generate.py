@@ -21,9 +21,9 @@ class Words:
 
 def both(model, monkeypatch, **options):
     """Our loop's result, and transformers'."""
-    assert module._is_plain(model)
+    assert module._is_plain_greedy(model)
     ours = module.generate(model, Words(), IDS, **options)
-    monkeypatch.setattr(module, "_is_plain", lambda _model: False)
+    monkeypatch.setattr(module, "_is_plain_greedy", lambda _model: False)
     return ours, module.generate(model, Words(), IDS, **options)
 
 
@@ -72,7 +72,7 @@ def test_what_a_generation_config_asks_for_is_left_to_transformers(change):
     model = tiny.llama()
     for name, value in change.items():
         setattr(model.generation_config, name, value)
-    assert not module._is_plain(model)
+    assert not module._is_plain_greedy(model)
     assert module.generate(model, Words(), IDS, max_new_tokens=3, stop=False).new_tokens == 3
 
 
@@ -80,5 +80,5 @@ def test_what_a_generation_config_asks_for_is_left_to_transformers(change):
 def test_outputs_that_are_no_numbers(bad):
     model = tiny.llama()
     model.lm_head.weight.data[7] = bad
-    with pytest.raises(InputError, match="no numbers"):
+    with pytest.raises(InputError, match="NaN or infinite"):
         module.generate(model, Words(), IDS, max_new_tokens=3)

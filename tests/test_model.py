@@ -10,7 +10,7 @@ import torch
 import bitline
 from bitline.linear import QuantLinear
 from bitline.model.embedding import QuantEmbedding
-from bitline.model.load import plan, quant_linears
+from bitline.model.plan import plan, quant_linears
 from tiny import compressed, llama, rewrite
 
 IDS = torch.tensor([[1, 5, 9, 77, 3]])
@@ -156,14 +156,14 @@ def test_missing_quantized_layer_is_an_error(tmp_path):
         bitline.load_model(folder)
 
 
-def test_layer_without_a_place_is_an_error(tmp_path):
+def test_layer_without_a_module_is_an_error(tmp_path):
     folder, _ = compressed(tmp_path, llama())
     rewrite(folder, lambda t: t.update({k.replace("rs.1.", "rs.7."): v.clone() for k, v in t.items() if "layers.1." in k}))
-    with pytest.raises(bitline.CheckpointError, match=r"no place in the model.*layers\.7"):
+    with pytest.raises(bitline.CheckpointError, match=r"no module for a quantized layer.*layers\.7"):
         bitline.load_model(folder)
 
 
-def test_plain_tensor_without_a_place_is_said_in_the_log(tmp_path, caplog):
+def test_unused_tensor_is_logged(tmp_path, caplog):
     folder, _ = compressed(tmp_path, llama())
     rewrite(folder, lambda t: t.update({"stray.weight": torch.zeros(3)}))
     with caplog.at_level(logging.WARNING, "bitline"):
@@ -174,10 +174,10 @@ def test_plain_tensor_without_a_place_is_said_in_the_log(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 128, "head_dim": 16}, "another shape"),
+        ({"hidden_size": 128, "head_dim": 16}, "different shape"),
         ({"model_type": "no_such_model"}, "cannot make a model configuration"),
         ({"num_hidden_layers": 5}, "lacks"),
-        ({"vocab_size": 50}, "another shape"),
+        ({"vocab_size": 50}, "different shape"),
         ({"num_attention_heads": 0}, "causal language model|configuration"),
         ({"hidden_act": "no_such_act"}, "causal language model|configuration"),
     ],

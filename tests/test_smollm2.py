@@ -11,8 +11,10 @@ import bitline
 from bitline.errors import BitlineError
 from bitline.linear import QuantLinear
 from bitline.model import packaged as models
-from bitline.model.generate import encode, generate, load_tokenizer
-from bitline.model.load import plan, quiet_transformers
+from bitline.model.generate import generate
+from bitline.model.plan import plan
+from bitline.model.tokenizer import encode, load_tokenizer
+from bitline.model.transformers_logging import suppress_transformers_logging
 from bitline.testing.oracle import transformers_gguf_model
 
 pytestmark = pytest.mark.xdist_group("smollm2")  # one process holds the model
@@ -26,13 +28,13 @@ def path():
 
 @pytest.fixture(scope="module")
 def exact(path):
-    with quiet_transformers():
+    with suppress_transformers_logging():
         return bitline.load_model(path, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def theirs(path):
-    with quiet_transformers():
+    with suppress_transformers_logging():
         return transformers_gguf_model(path, torch.float32)
 
 
@@ -101,7 +103,7 @@ def packaged(tmp_path, monkeypatch):
     wheel = tmp_path / "toy_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("toy/model.gguf", content)
-    entry = models.Packaged(
+    entry = models.PackagedModel(
         package="toy-model", version="1.0", wheel=wheel.name, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         member="toy/model.gguf", size=len(content), member_sha256=hashlib.sha256(content).hexdigest(), license="none",
     )  # fmt: skip

@@ -952,7 +952,7 @@ for name, dims, kind, what in (
     ("blk.0.attn_norm.weight", [64], 26, "integers"), ("output_norm.weight", [1], TYPE_F32, "too-short"),
     ("token_embd.weight", [63, 50], TYPE_F32, "columns"), ("blk.0.attn_q.weight", [64, 63], Q8_0, "quantized-rows"),
 ):  # fmt: skip
-    gguf(f"{name}-{what}", "shape|does not fit|plain tensor", tensors=instead(name, dims, kind), model=True)
+    gguf(f"{name}-{what}", "shape|does not fit|unquantized tensor", tensors=instead(name, dims, kind), model=True)
 
 
 def further_layer() -> tuple[list[bytes], bytes]:
@@ -1006,18 +1006,18 @@ for what, change in {
     model(what, change=change)
 model("parameter-missing", "lacks 1", tensors=lambda t: t.pop("model.norm.weight"), tensor="model.norm.weight")
 model("layer-missing", "lacks", tensors=lambda t: [t.pop(k) for k in list(t) if "layers.1.mlp.up_proj" in k])
-model("layer-too-many", "no place in the model",
+model("layer-too-many", "no module for a quantized layer",
       tensors=lambda t: t.update({k.replace("rs.1.", "rs.7."): v.clone() for k, v in t.items() if "rs.1." in k}))  # fmt: skip
 model("plain-layer-too-many", "layers that the configuration does not have", tensor="model.layers.2.input_layernorm.weight",
       tensors=lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(64)}))  # fmt: skip
-model("parameter-twice", "two tensors for one place", tensors=lambda t: t.update({"norm.weight": torch.zeros(64)}))
-model("layer-plain-and-packed", "there twice",
+model("parameter-twice", "two tensors map to one parameter", tensors=lambda t: t.update({"norm.weight": torch.zeros(64)}))
+model("layer-plain-and-packed", "hold the weight of one layer",
       tensors=lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(160, 64)}))  # fmt: skip
-model("parameter-of-another-shape", "another shape", tensors=lambda t: t.update({"model.norm.weight": torch.ones(63)}),
+model("parameter-of-another-shape", "different shape", tensors=lambda t: t.update({"model.norm.weight": torch.ones(63)}),
       tensor="model.norm.weight")  # fmt: skip
 model(
     "parameter-integer",
-    "plain tensor",
+    "unquantized tensor",
     tensors=lambda t: t.update({"model.norm.weight": torch.ones(64).int()}),
     tensor="model.norm.weight",
 )

@@ -22,7 +22,7 @@ from outcomes import SLACK, guarded, right, room, within
 import bitline
 from bitline.errors import BitlineError, CheckpointError
 from bitline.kernels.reference import ReferenceLinearKernel
-from bitline.model.generate import encode, load_tokenizer
+from bitline.model.tokenizer import encode, load_tokenizer
 
 
 @pytest.fixture(autouse=True)

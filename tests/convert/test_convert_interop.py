@@ -14,7 +14,7 @@ from record_interop import RECORD, TOOLS, compare
 from tools import compressed_tensors, digest, gguf_tensors
 
 import bitline
-from bitline.model.load import quiet_transformers
+from bitline.model.transformers_logging import suppress_transformers_logging
 from tiny import llama
 
 RECORDED = json.loads(RECORD.read_text())
@@ -87,7 +87,7 @@ def test_transformers_runs_what_we_write(tmp_path):
     bitline.convert(source, tmp_path / "gptq", to="gptq")
     bitline.convert(tmp_path / "gptq", tmp_path / "ct", to="compressed-tensors")
     ids = torch.arange(1, 40).unsqueeze(0)
-    with torch.no_grad(), quiet_transformers():
+    with torch.no_grad(), suppress_transformers_logging():
         ours = bitline.load_model(source, dtype=torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel"))
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ct", dtype=torch.float32)
         assert torch.equal(theirs(ids).logits, ours(ids).logits)

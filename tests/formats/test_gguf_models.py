@@ -9,7 +9,7 @@ from gguf_files import SCALE_BYTES, random_blocks
 
 import bitline
 from bitline.errors import CheckpointError
-from bitline.model.load import quant_linears
+from bitline.model.plan import quant_linears
 from bitline.testing.oracle import transformers_gguf_model
 
 HIDDEN, LAYERS, VOCABULARY = 256, 4, 50

@@ -268,5 +268,5 @@ def test_a_weight_and_its_spec_agree_about_the_factors(tmp_path):
     for wrong in (None, torch.ones(K + 1), torch.full((K,), float("nan"))):
         with pytest.raises(WeightError, match="input_multiplier"):
             dataclasses.replace(weight, input_multiplier=wrong)
-    with pytest.raises(WeightError, match="no input to multiply"):
+    with pytest.raises(WeightError, match="no input to scale"):
         QuantEmbedding(weight, torch.float32, "cpu")

@@ -17,8 +17,11 @@ from bitline.cli.fetch import local_path
 from bitline.cli.options import device_of, dtype_of
 from bitline.cli.render import layer_names, size, table
 from bitline.model.embedding import QuantEmbedding
-from bitline.model.generate import encode, generate, load_tokenizer
-from bitline.model.load import PlanRow, load_model, plan, quant_linears, quiet_transformers
+from bitline.model.generate import generate
+from bitline.model.load import load_model
+from bitline.model.plan import PlanRow, plan, quant_linears
+from bitline.model.tokenizer import encode, load_tokenizer
+from bitline.model.transformers_logging import suppress_transformers_logging
 from bitline.model.verify import LayerCheck, check_layers
 from bitline.platform import Platform
 from bitline.select import Policy, short_name
@@ -31,7 +34,7 @@ def run_report(
     """Do the job and return every figure; print as it goes unless `quiet`."""
     target, computing = device_of(device), dtype_of(dtype)
     path = local_path(model)
-    with quiet_transformers():
+    with suppress_transformers_logging():
         started = time.perf_counter()
         network = _load(path, target, computing, policy)
         tokenizer = load_tokenizer(network.bitline_checkpoint)

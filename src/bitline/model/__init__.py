@@ -1,1 +1,1 @@
-"""transformers models whose linear layers run on Bitline: loading, one-token decode steps, text, and checks."""
+"""transformers models whose linear layers run on Bitline: loading, one-token decode steps, text generation, verification."""

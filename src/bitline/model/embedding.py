@@ -1,4 +1,4 @@
-"""QuantEmbedding: look up rows of a quantized weight, dequantizing only those."""
+"""QuantEmbedding: rows of a quantized table, dequantized on lookup."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LIBRARY.define("embedding(Tensor ids, Tensor[] packed, str spec, str dtype) -> 
 def _embedding(ids: Tensor, packed: list[Tensor], spec: str, dtype: str) -> Tensor:
     weight = rebuild(packed, LinearSpec.parse(spec))
     if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= weight.spec.n):
-        # On a GPU the check would wait for the device; there an index out of range stops the kernel, as torch's own does.
-        raise InputError("token ids outside the table", found=f"{int(ids.min())}..{int(ids.max())}",
+        # CPU only: on a GPU the check would synchronize; the kernel asserts on an index out of range, as torch's embedding does.
+        raise InputError("token ids out of range", found=f"{int(ids.min())}..{int(ids.max())}",
                          expected=f"0..{weight.spec.n - 1}")  # fmt: skip
     rows = weight.dequantize_rows(ids.reshape(-1).long(), DTYPES[dtype])
     return rows.view(*ids.shape, weight.spec.k)
@@ -34,14 +34,18 @@ OP = torch.ops.bitline.embedding.default
 
 
 class QuantEmbedding(nn.Module):
-    """y[..., :] = W[ids], W [N, K] quantized. ids int64 or int32 of any shape; y in `dtype`. Keeps the canonical weight."""
+    """y[..., :] = W[ids] with a quantized W [N, K].
+
+    ids: int64 or int32 of any shape; on a CPU an id out of range is an InputError. y: `dtype`. Keeps the canonical weight,
+    without its bias; a weight with an input multiplier is a WeightError.
+    """
 
     source: tuple[str, str] = ("", "")  # the layer's name and format in the checkpoint it came from
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         if weight.input_multiplier is not None:
-            raise WeightError("an embedding has no input to multiply", field="input_multiplier", tensor=weight.origin)
+            raise WeightError("an embedding has no input to scale", field="input_multiplier", tensor=weight.origin)
         weight = weight.with_bias(None).to(device)
         self.spec, self.dtype = weight.spec, dtype
         self.num_embeddings, self.embedding_dim = weight.shape
@@ -59,5 +63,5 @@ class QuantEmbedding(nn.Module):
         return sum(self.get_buffer(name).nbytes for name in self._names)
 
     def extra_repr(self) -> str:
-        """rows, columns, scheme."""
+        """N, K, scheme."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.spec.scheme}"

@@ -1,4 +1,4 @@
-"""Text from a loaded model: tokenizer, streaming, and the figures that people compare."""
+"""Greedy text generation from a loaded model, streamed, with time to first token and decode throughput."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
-from bitline.checkpoint import Checkpoint
-from bitline.errors import CheckpointError, InputError
+from bitline.errors import InputError
 from bitline.model import decode_step as native_step
-from bitline.model.gguf_names import header
 from bitline.model.verify import find_overflow
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one prompt gave: text, token counts, seconds to the first token and tokens per second after it."""
+    """The text generated for one prompt.
+
+    first_token_seconds: from the call to the first new token. decode_tokens_per_second: of the tokens after the first.
+    """
 
     text: str
     prompt_tokens: int
@@ -28,46 +29,6 @@ class Generation:
     first_token_seconds: float
     decode_tokens_per_second: float
     token_ids: tuple[int, ...]
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's own tokenizer, out of its folder or out of the GGUF file."""
-    from transformers import AutoTokenizer
-
-    path = checkpoint.path
-    try:
-        if checkpoint.is_gguf:
-            with header(checkpoint):
-                return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-        return AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent, trust_remote_code=False)
-    except Exception as error:  # tokenizer files come in every kind of broken, and each backend raises its own
-        raise CheckpointError(
-            "the checkpoint has no tokenizer that transformers can read", file=path,
-            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            expected="tokenizer.json or tokenizer.model beside the weights, or a tokenizer inside the GGUF file",
-        ) from error  # fmt: skip
-
-
-def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> torch.Tensor:
-    """Token ids int64 [1, T] of a text to continue, or with `chat` of one user message in the tokenizer's own template."""
-    if chat:
-        if not getattr(tokenizer, "chat_template", None):
-            raise InputError("the checkpoint's tokenizer has no chat template", fix="give the prompt as a text to continue")
-        message = [{"role": "user", "content": prompt}]
-        try:
-            ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
-                "input_ids"
-            ]
-        except Exception as error:  # a template is a program of the checkpoint's author, run in jinja's sandbox
-            raise CheckpointError(
-                "the checkpoint's chat template cannot be used", file=tokenizer.name_or_path or None,
-                found=f"{type(error).__name__}: {error}", fix="give the prompt as a text to continue",
-            ) from error  # fmt: skip
-    else:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    if ids.numel() == 0:
-        raise InputError("the prompt has no tokens", found=repr(prompt), fix="give a prompt with some text")
-    return ids
 
 
 def generate(
@@ -79,25 +40,30 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     stop: bool = True,
 ) -> Generation:
-    """Greedy text. `on_text` gets each piece as soon as it is final. `stop=False` goes on past the end of the answer."""
+    """Greedy decoding of token ids int64 [1, T].
+
+    tokenizer: as `tokenizer.load_tokenizer` returns it. on_text: called with each chunk of text as soon as it is final. stop:
+    end at an EOS token; False always generates max_new_tokens. Errors: InputError for a prompt that does not fit the context
+    and for logits that are NaN or infinite.
+    """
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit and ids.shape[1] + max_new_tokens > limit:
         found = f"{ids.shape[1]} + {max_new_tokens} tokens"
         raise InputError("the prompt and the answer are longer than the model's context", found=found,
                          expected=f"at most {limit} tokens", fix="a shorter prompt or fewer new tokens")  # fmt: skip
-    streamer = _streamer(tokenizer, on_text)
+    streamer = _make_streamer(tokenizer, on_text)
     device = next(b.device for b in model.buffers() if b.device.type != "meta")
     ids = ids.to(device)
     started = time.perf_counter()
     with torch.inference_mode():
-        if _is_plain(model):
-            new = _greedy(model, ids, max_new_tokens, _stops(model), streamer, stop)
+        if _is_plain_greedy(model):
+            new = _greedy(model, ids, max_new_tokens, _eos_tokens(model), streamer, stop)
         else:
-            length = {} if stop else {"min_new_tokens": max_new_tokens}
+            min_length = {} if stop else {"min_new_tokens": max_new_tokens}
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer,
-                temperature=None, top_p=None, top_k=None, pad_token_id=_pad(model, tokenizer),
-                logits_processor=[_Check(model)], **length,
+                temperature=None, top_p=None, top_k=None, pad_token_id=_pad_token(model, tokenizer),
+                logits_processor=[_FiniteLogits(model)], **min_length,
             )  # fmt: skip
             new = out[0, ids.shape[1] :].tolist()
     times = streamer.times
@@ -108,21 +74,21 @@ def generate(
     )  # fmt: skip
 
 
-# What a generation config may say that changes nothing here: greedy text, of our own length.
-_HARMLESS = frozenset((
+# Generation config options that do not change greedy decoding to a given length.
+_IGNORED_OPTIONS = frozenset((
     "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "do_sample", "temperature", "top_k", "top_p",
     "max_length", "max_new_tokens", "_from_model_config", "use_cache",
 ))  # fmt: skip
 
 
-def _is_plain(model: Any) -> bool:
-    """Whether each step of `model.generate` is a forward of one token with an ordinary cache, and the largest logit."""
+def _is_plain_greedy(model: Any) -> bool:
+    """Whether each step of `model.generate` is a forward of one token with a dynamic cache and the argmax of its logits."""
     from transformers.generation import GenerationMixin
 
     config = model.generation_config
-    asked = {name for name, value in config.to_diff_dict().items() if value is not None and value is not False}
+    options = {name for name, value in config.to_diff_dict().items() if value is not None and value is not False}
     return (
-        asked <= _HARMLESS
+        options <= _IGNORED_OPTIONS
         and config.use_cache is not False
         and not model.config.is_encoder_decoder
         and type(model)._supports_default_dynamic_cache()
@@ -130,90 +96,92 @@ def _is_plain(model: Any) -> bool:
     )
 
 
-def _greedy(model: Any, ids: torch.Tensor, count: int, stops: list[int], streamer: Any, stop: bool) -> list[int]:
-    """What `model.generate` does for a plain model, without most of its bookkeeping: 0.8 ms a token."""
+def _greedy(model: Any, ids: torch.Tensor, count: int, eos_tokens: list[int], streamer: Any, stop: bool) -> list[int]:
+    """The same tokens as `model.generate`, without its per-token overhead of 0.8 ms."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     native_step.make_room(model, cache)
-    # The last position as an index: as a number it is a slice of the hidden states, whose rows lie apart, and torch's product of
-    # such a one with a plain head copies the head first (0.7 s for 200 MB).
-    takes = "logits_to_keep" in inspect.signature(model.forward).parameters
-    last: dict[str, Any] = {"logits_to_keep": torch.tensor([ids.shape[1] - 1], device=ids.device)} if takes else {}
-    avoid = [token for token in stops if token < model.config.get_text_config().vocab_size]
+    # The last position as an index tensor: an int makes transformers slice the hidden states, and torch's matmul of such a
+    # strided operand with an unquantized head copies the head first (0.7 s for 200 MB).
+    has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+    keep_last: dict[str, Any] = {}
+    if has_logits_to_keep:
+        keep_last = {"logits_to_keep": torch.tensor([ids.shape[1] - 1], device=ids.device)}
+    suppressed = [token for token in eos_tokens if token < model.config.get_text_config().vocab_size]
     streamer.put(ids.cpu())
     new: list[int] = []
-    step = ids
+    next_ids = ids
     while len(new) < count:
-        scores = model(input_ids=step, past_key_values=cache, use_cache=True, **last).logits[0, -1].float()
+        logits = model(input_ids=next_ids, past_key_values=cache, use_cache=True, **keep_last).logits[0, -1].float()
         if not stop:
-            scores[avoid] = -torch.inf
-        best = scores.max(0)  # NaN where there is one
+            logits[suppressed] = -torch.inf
+        best = logits.max(0)  # NaN if any logit is
         if not math.isfinite(best.values.item()):
-            _check_logits(model, torch.cat((ids[0], ids.new_tensor(new)))[None], scores)
+            _check_logits(model, torch.cat((ids[0], ids.new_tensor(new)))[None], logits)
         new.append(int(best.indices))
-        last = {"logits_to_keep": 1} if takes else {}
-        step = best.indices.view(1, 1)
-        streamer.put(step[0].cpu())
-        if stop and new[-1] in stops:
+        keep_last = {"logits_to_keep": 1} if has_logits_to_keep else {}
+        next_ids = best.indices.view(1, 1)
+        streamer.put(next_ids[0].cpu())
+        if stop and new[-1] in eos_tokens:
             break
     streamer.end()
     return new
 
 
-class _Check:
-    """A logits processor; of a class, since transformers takes 0.4 ms a token to look at the signature of a partial."""
+class _FiniteLogits:
+    """`_check_logits` as a logits processor. A class, since transformers inspects a partial's signature: 0.4 ms per token."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return _check_logits(self.model, ids, scores)
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return _check_logits(self.model, ids, logits)
 
 
-def _check_logits(model: Any, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The scores as they are; where they hold no numbers an InputError names the first layer that gave none."""
-    if not bool(torch.isnan(scores).any() | (scores == torch.inf).any()):
-        return scores
+def _check_logits(model: Any, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The logits themselves; NaN or +infinity is an InputError that names the first layer with a non-finite output."""
+    if not bool(torch.isnan(logits).any() | (logits == torch.inf).any()):
+        return logits
     found = find_overflow(model, ids)
     where = "no quantized layer" if found is None else f"{found.layer} ({found.bad} of {found.values} outputs)"
     raise InputError(
-        "the model's outputs are no numbers", found=f"the first in {where}, inputs in {model.dtype}",
-        fix="use bfloat16" if model.dtype == torch.float16 else "bitline inspect --scales names scales that are damaged",
+        "the model's logits are NaN or infinite", found=f"the first non-finite output in {where}, activations in {model.dtype}",
+        fix="use bfloat16" if model.dtype == torch.float16 else "bitline inspect --scales names damaged scales",
     )  # fmt: skip
 
 
-def _stops(model: Any) -> list[int]:
-    """Tokens that end a text."""
+def _eos_tokens(model: Any) -> list[int]:
+    """Ids of the end-of-sequence tokens."""
     found = model.generation_config.eos_token_id
     return found if isinstance(found, list) else [] if found is None else [found]
 
 
-def _pad(model: Any, tokenizer: Any) -> int | None:
-    """Padding never happens with one prompt; naming a token keeps transformers from warning about it."""
+def _pad_token(model: Any, tokenizer: Any) -> int | None:
+    """A padding token id. One prompt needs no padding; naming a token keeps transformers from warning about it."""
     eos = model.generation_config.eos_token_id or tokenizer.eos_token_id
     return eos[0] if isinstance(eos, list) else eos
 
 
-def _streamer(tokenizer: Any, on_text: Callable[[str], None] | None) -> Any:
+def _make_streamer(tokenizer: Any, on_text: Callable[[str], None] | None) -> Any:
     from transformers import TextStreamer
 
-    class Timed(TextStreamer):
-        """TextStreamer that hands its text over and notes when each token came."""
+    class TimedStreamer(TextStreamer):
+        """TextStreamer that passes its text to `on_text` and records the time of each token."""
 
         def __init__(self) -> None:
             super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
             self.times: list[float] = []
-            self._prompt = True
+            self._at_prompt = True
 
         def put(self, value: Any) -> None:
-            if not self._prompt:
+            if not self._at_prompt:
                 self.times.append(time.perf_counter())
-            self._prompt = False
+            self._at_prompt = False
             super().put(value)
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             if on_text and text:
                 on_text(text)
 
-    return Timed()
+    return TimedStreamer()

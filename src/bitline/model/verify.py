@@ -1,23 +1,26 @@
-"""Check a loaded model's layers against the reference: one layer of each kind, on fresh random input."""
+"""Verification of a loaded model: layers against the float64 reference, and the first layer whose output overflows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bitline.linear import QuantLinear
-from bitline.model.load import plan, quant_linears
+from bitline.model.plan import plan, quant_linears
 from bitline.testing.tolerance import compare
+from bitline.weight import QuantizedWeight
 
-ROWS = 1024  # of the output; a vocabulary of 150,000 in float64 would take gigabytes
+_MAX_N = 1024  # output features compared; a vocabulary of 150,000 in float64 would take gigabytes
 
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """The largest error of one layer's output against float64, and twice that of torch's own product plus epsilon."""
+    """The largest absolute error of one layer's output against float64, and what is allowed: twice torch's own error in the
+    same dtype, plus epsilon.
+    """
 
     layer: str
     kernel: str
@@ -33,7 +36,7 @@ class LayerCheck:
 
 @dataclass(frozen=True)
 class Overflow:
-    """The first layer whose output is not finite: how many of its values are NaN or infinite."""
+    """The first layer whose output is not finite. bad: NaN or infinite values; values: all values."""
 
     layer: str
     bad: int
@@ -41,16 +44,16 @@ class Overflow:
 
 
 def find_overflow(model: Any, ids: torch.Tensor) -> Overflow | None:
-    """Run a model on token ids and say which quantized layer is the first to give NaN or infinity, None where none does."""
+    """Run a model on token ids [1, T]: the first quantized layer whose output has NaN or infinity, None where all are finite."""
     found: list[Overflow] = []
 
-    def look(name: str, y: torch.Tensor) -> None:
+    def record(name: str, y: torch.Tensor) -> None:
         bad = int((~torch.isfinite(y)).sum())
         if bad and not found:
             found.append(Overflow(name, bad, y.numel()))
 
     hooks = [
-        layer.register_forward_hook(lambda _module, _args, y, name=name: look(name, y)) for name, layer in quant_linears(model)
+        layer.register_forward_hook(lambda _module, _args, y, name=name: record(name, y)) for name, layer in quant_linears(model)
     ]
     try:
         with torch.inference_mode():
@@ -61,24 +64,27 @@ def find_overflow(model: Any, ids: torch.Tensor) -> Overflow | None:
     return found[0] if found else None
 
 
-def check_layers(model: Any, rows: tuple[int, ...] = (1, 17)) -> list[LayerCheck]:
-    """One layer of each kind at each number of rows."""
+def check_layers(model: Any, batch_sizes: tuple[int, ...] = (1, 17)) -> list[LayerCheck]:
+    """Compare one layer of each spec with the reference, on random input at each of these M."""
     checks = []
     for row in plan(model):
-        checks += list(_check(model.get_submodule(row.names[0]), model.bitline_weights[row.names[0]], row.names[0], rows))
+        name = row.names[0]
+        checks += list(_check_layer(model.get_submodule(name), model.bitline_weights[name], name, batch_sizes))
     return checks
 
 
-def _check(layer: QuantLinear, read: Any, name: str, rows: tuple[int, ...]) -> Iterator[LayerCheck]:
+def _check_layer(
+    layer: QuantLinear, read: Callable[[], QuantizedWeight], name: str, batch_sizes: tuple[int, ...]
+) -> Iterator[LayerCheck]:
     weight = read()
-    keep = min(ROWS, weight.spec.n)
+    n = min(_MAX_N, weight.spec.n)
     bias = layer._buffers["bias"]
-    part = weight.narrow(0, 0, keep).with_bias(None if bias is None else bias[:keep].cpu())
-    part = part.with_act_dtype(layer.spec.act_dtype)
+    first_n = weight.narrow(0, 0, n).with_bias(None if bias is None else bias[:n].cpu())
+    first_n = first_n.with_act_dtype(layer.spec.act_dtype)
     device = layer._packed[0].device
-    for m in rows:
+    for m in batch_sizes:
         x = torch.randn(m, weight.spec.k).to(layer.spec.act_dtype)
         with torch.inference_mode():
-            y = layer(x.to(device))[:, :keep].cpu()
-        found = compare(y, x, part)
+            y = layer(x.to(device))[:, :n].cpu()
+        found = compare(y, x, first_n)
         yield LayerCheck(name, layer.choice.best.name, m, found.error, found.allowed)

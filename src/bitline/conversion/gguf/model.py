@@ -15,7 +15,7 @@ from bitline.conversion.gguf.tokenizer import tokenizer_metadata
 from bitline.conversion.gguf.writer import F32, STRING, U32, Array, Value
 from bitline.conversion.original import EMBEDDINGS, HEADS, Layer, Original
 from bitline.errors import BitlineError, ConversionError
-from bitline.model.meta_model import check_sizes
+from bitline.model.meta_model import check_config_sizes
 
 # transformers' model_type to llama.cpp's architecture. Only these are known to need nothing but what is done here.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -35,7 +35,7 @@ class GGUFModel:
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_sizes(self.original.checkpoint)
+        check_config_sizes(self.original.checkpoint)
         config = self.original.config
         kind = str(config.get("model_type"))
         if kind not in ARCHITECTURES:

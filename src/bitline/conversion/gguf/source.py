@@ -14,9 +14,9 @@ from bitline.checkpoint import Checkpoint
 from bitline.conversion.original import Layer, Original, Plain
 from bitline.conversion.packing import same_numbers
 from bitline.errors import CheckpointError
-from bitline.model.generate import load_tokenizer
-from bitline.model.gguf_names import GGUFNames
-from bitline.model.meta_model import check_sizes, make_config, make_skeleton
+from bitline.model.gguf_names import GGUFNameMap
+from bitline.model.meta_model import check_config_sizes, make_config, make_meta_model
+from bitline.model.tokenizer import load_tokenizer
 
 
 def gguf_original(checkpoint: Checkpoint) -> Original:
@@ -24,15 +24,15 @@ def gguf_original(checkpoint: Checkpoint) -> Original:
 
     A quantized tensor with no place in the model, or whose place is no linear layer or embedding, is a CheckpointError.
     """
-    check_sizes(checkpoint)
+    check_config_sizes(checkpoint)
     config = make_config(checkpoint)
-    model = make_skeleton(config, torch.float32, checkpoint)
-    names = GGUFNames(model, checkpoint)
+    model = make_meta_model(config, torch.float32, checkpoint)
+    names = GGUFNameMap(model, checkpoint)
     places = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     modules = dict(model.named_modules())
     items: list[Layer | Plain] = []
     for record in checkpoint.layers():
-        name = names.module(record.name)
+        name = names.module_name(record.name)
         if not isinstance(modules.get(name), nn.Linear | nn.Embedding):
             raise CheckpointError(
                 "a quantized tensor has no place in transformers' model", file=checkpoint.path, tensor=record.name,
@@ -41,7 +41,7 @@ def gguf_original(checkpoint: Checkpoint) -> Original:
         _check_shape(checkpoint, record.name, (record.spec.n, record.spec.k), places.get(f"{name}.weight"))
         items.append(Layer(name, record, functools.partial(_layer, names, record)))
     for name in checkpoint.dense_names():
-        target = names.tensor(name)
+        target = names.parameter_name(name)
         if target is None:
             if name.startswith("rope_"):
                 continue  # llama.cpp's own tables, which transformers computes from the configuration
@@ -66,17 +66,17 @@ def _check_shape(checkpoint: Checkpoint, name: str, found: tuple[int, ...], expe
         )  # fmt: skip
 
 
-def _layer(names: GGUFNames, record: Any) -> Any:
-    return names.reorder(record.name, record.weight())
+def _layer(names: GGUFNameMap, record: Any) -> Any:
+    return names.permute_rows(record.name, record.weight())
 
 
-def _plain(names: GGUFNames, checkpoint: Checkpoint, name: str) -> Tensor:
+def _plain(names: GGUFNameMap, checkpoint: Checkpoint, name: str) -> Tensor:
     """A tensor with the converter's changes undone, in its own dtype where that holds it."""
     stored = checkpoint.read(name)
     if not same_numbers(stored, stored.float()):
         raise CheckpointError("a plain tensor is not exact in float32, which transformers reads it in", file=checkpoint.path,
                               tensor=name, found=str(stored.dtype).removeprefix("torch."))  # fmt: skip
-    whole = names.convert(name, stored)
+    whole = names.convert_tensor(name, stored)
     own = whole.to(stored.dtype)
     return own if same_numbers(own, whole) else whole
 
