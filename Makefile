@@ -1,11 +1,13 @@
-# `make run` sets everything up and runs the main job; `make test` sets everything up and passes the tests.
+# `make run` sets everything up and runs the main job; `make test` sets everything up and passes the tests; `make test-all` runs
+# the exhaustive ones too, with SHARD=1/4 a quarter of them.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= What is the capital of France, and what is it known for?
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SPLIT := $(if $(SHARD),--splits $(word 2,$(subst /, ,$(SHARD))) --group $(word 1,$(subst /, ,$(SHARD))))
 
-.PHONY: run test lint sanitize sanitize-gpu clean
+.PHONY: run test test-all lint docs sanitize sanitize-gpu clean
 
 run: .venv/run
 	$(BIN)/bitline run smollm2 --chat --prompt "$(PROMPT)"
@@ -13,10 +15,20 @@ run: .venv/run
 test: .venv/test
 	$(BIN)/python -m pytest -n auto
 
+test-all: .venv/test
+	$(BIN)/python -m pytest -n auto -m "exhaustive or not exhaustive" $(SPLIT)
+
 lint: .venv/test
 	$(BIN)/ruff check src tests benchmarks fuzz
 	$(BIN)/ruff format --check src tests benchmarks fuzz
 	$(BIN)/mypy
+
+# The documentation site in build/site, from docs/ and the docstrings; a broken link is an error. Its packages have an environment
+# of their own, which holds neither torch nor Bitline. Links to sources, which the site does not have, become plain text.
+docs: .venv-docs/ready
+	.venv-docs/bin/zensical build --strict --clean
+	find build/site -name index.html -exec sed -i -E \
+		's#<a href="(\.\./)+(benchmarks|csrc|fuzz|src|tests)/[^"]*">([^<]*)</a>#\3#g' {} +
 
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer; needs GCC with its sanitizers, and a minute or two.
 sanitize: .venv/test
@@ -41,5 +53,10 @@ sanitize-gpu: .venv/test
 	$(PIP) install --no-deps --target .venv/providers --upgrade -r requirements-providers.txt
 	touch $@
 
+.venv-docs/ready: requirements-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-docs.txt
+	touch $@
+
 clean:
-	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-docs .cache build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
