@@ -1,7 +1,9 @@
-"""The toy kernel and the toy format of the guides are run as they are printed."""
+"""The guides' toy kernel and toy format run as they are printed; links, file names and module names in the docs exist."""
 
+import importlib
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,22 +11,49 @@ import torch
 from safetensors.torch import save_file
 
 import bitline
+import bitline.kernels.linear
+import bitline.testing
 from bitline import checkpoint
 from bitline.kernels import registry
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SITE_PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = [*SITE_PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
+SOURCE_FILE = re.compile(r"(?<![\w./*])[\w/]+\.(?:py|cpp|h|json|toml|yml|sh)\b")
+MODULE = re.compile(r"(?<![\w./-])bitline(?:\.[A-Za-z_]\w*)+(?!\w)(?<!\.md)")
+# Folders that a page may leave out of a file's path.
+SOURCE_FOLDERS = ("", "src", "src/bitline", "csrc", "benchmarks", "benchmarks/results", "tests")
+# Files of checkpoints, and a project that is called like one.
+NOT_OURS = re.compile(r"(?:\w+/)*(?:\w*config|params|index|tokenizer\w*|\w+_map)\.json|llama\.cpp")
 
 
-def blocks(name: str) -> list[str]:
+def python_blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), flags=re.S)
+
+
+def prose(path: Path) -> str:
+    """A page without its code, in which brackets are no links."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M))
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page: its headings, and the objects that an API page documents."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+    headings = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)$", text, flags=re.M))
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r"^::: (\S+)", text, flags=re.M))
 
 
 def test_toy_kernel_of_the_guide_passes_conformance_and_is_chosen():
     scope: dict = {}
-    exec(compile(blocks("adding-a-kernel.md")[0], "adding-a-kernel.md", "exec"), scope)
+    exec(compile(python_blocks("adding-a-kernel.md")[0], "adding-a-kernel.md", "exec"), scope)
     toy = scope["ToyInt8LinearKernel"]
     try:
-        exec(blocks("adding-a-kernel.md")[1], scope)
+        exec(python_blocks("adding-a-kernel.md")[1], scope)
         weight = bitline.quantize(torch.randn(48, 70), "W8A8")
         weight = bitline.QuantizedWeight(weight.spec.replace(act=None), weight.codes, weight.scale)
         layer = bitline.QuantLinear(weight, act_dtype=torch.float32, kernel="ToyInt8LinearKernel")
@@ -39,7 +68,7 @@ def test_toy_kernel_of_the_guide_passes_conformance_and_is_chosen():
 def test_toy_format_of_the_guide_reads_and_refuses(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_registered", [])
     scope: dict = {}
-    exec(compile(blocks("adding-a-format.md")[0], "adding-a-format.md", "exec"), scope)
+    exec(compile(python_blocks("adding-a-format.md")[0], "adding-a-format.md", "exec"), scope)
     bitline.register_format(scope["ToyReader"])
     codes = torch.randint(-127, 128, (6, 10), dtype=torch.int8)
     scale = torch.rand(6) + 0.1
@@ -52,3 +81,73 @@ def test_toy_format_of_the_guide_reads_and_refuses(tmp_path, monkeypatch):
     save_file({"a.b.toy_codes": codes, "a.b.toy_scale": scale[:5].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(bitline.CheckpointError, match=r"a\.b\.toy_scale.*found \[5\], expected \[6\]"):
         bitline.open_checkpoint(tmp_path).layers()
+
+
+@page
+def test_links_resolve(page):
+    broken = []
+    for link in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.is_file():
+            broken.append(f"{link}: no such file")
+        elif target.suffix == ".md" and DOCS in page.parents and DOCS not in target.parents:
+            broken.append(f"{link}: outside docs/, so the site does not have it; name the page in backquotes instead")
+        elif anchor and anchor not in anchors(target):
+            broken.append(f"{link}: no such heading")
+    assert not broken, "\n".join(broken)
+
+
+@page
+def test_files_that_a_page_names_exist(page):
+    named = {name for name in SOURCE_FILE.findall(page.read_text()) if not NOT_OURS.fullmatch(name)}
+    named = {name for name in named if not Path(name).stem.isupper()}  # NAME.cpp: the reader fills it in
+    missing = [name for name in named if not any((ROOT / folder / name).is_file() for folder in SOURCE_FOLDERS)]
+    assert not missing, f"no such file: {sorted(missing)}"
+
+
+@page
+def test_modules_that_a_page_names_exist(page):
+    missing = []
+    for dotted in sorted(set(MODULE.findall(page.read_text()))):
+        found: object = bitline
+        try:
+            for i, part in enumerate(parts := dotted.split(".")[1:], 2):
+                found = getattr(found, part, None) or importlib.import_module(".".join(["bitline", *parts[: i - 1]]))
+        except ImportError:
+            missing.append(dotted)
+    assert not missing, f"no such module or attribute: {missing}"
+
+
+def test_site_navigation_has_every_page_once():
+    def files(entries):
+        for entry in entries:
+            for value in entry.values():
+                yield from files(value) if isinstance(value, list) else [value]
+
+    nav = sorted(files(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]))
+    assert nav == [str(path.relative_to(DOCS)) for path in SITE_PAGES]
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("bitline", bitline), ("kernels-linear", bitline.kernels.linear), ("testing", bitline.testing)],
+)
+def test_api_pages_have_every_public_name(name, module):
+    text = (DOCS / "api" / f"{name}.md").read_text()
+    missing = [public for public in module.__all__ if public != "__version__" and not re.search(rf"\b{public}\b", text)]
+    assert not missing, missing
+
+
+def test_performance_page_is_short():
+    assert len((DOCS / "performance.md").read_text().splitlines()) <= 150
+
+
+def test_architecture_has_the_import_order():
+    from test_layers import ROWS
+
+    table = re.findall(r"^\| (\d+) \| (.*) \|$", (DOCS / "architecture.md").read_text(), flags=re.M)
+    written = [tuple(re.findall(r"`([\w.]+)`", modules)) for _, modules in table]
+    assert written == list(ROWS)
