@@ -13,6 +13,8 @@ ROWS = (
     ("native",),
     ("memory",),
     ("types", "bitstream"),
+    ("dequant", "weight_checks"),
+    ("sharding",),
     ("platform", "weight", "act_quant"),
     ("rtn", "formats.base", "kernels.base"),
     ("formats.io",),

@@ -395,7 +395,7 @@ def test_impossible_shards(dim, rank, world):
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (3, 2), (-1, 4), (0, 33)])
 def test_impossible_cuts(start, stop):
-    with pytest.raises(WeightError, match="cannot cut"):
+    with pytest.raises(WeightError, match="cannot narrow"):
         quantize(torch.randn(8, 32), "W4A16").narrow(1, start, stop)
 
 
