@@ -1,4 +1,4 @@
-"""One selection for every layer: rank all registered kernels for a spec on a platform under a policy, and say why."""
+"""Kernel selection: rank all registered kernels for a layer on a platform under a policy, with a reason for each refusal."""
 
 from __future__ import annotations
 
@@ -16,22 +16,31 @@ from bitline.errors import NoKernelError
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
 from bitline.platform import Platform
-from bitline.types import LinearSpec, Verdict, no
+from bitline.types import YES, LinearSpec, Verdict, dtype_name, no
 
 log = logging.getLogger("bitline")
-FACTS = ("batch_invariant", "deterministic")  # what a policy can ask for by one word
-_SAME_BACKEND = {"cpu": "native"}  # the field's name -> ours
+POLICY_FLAGS = ("batch_invariant", "deterministic")  # the policies that can be given by name
+_BACKEND_ALIASES = {"cpu": "native"}  # vLLM's name -> ours
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What the caller wants of a choice.
+    """What the caller requires of a selection.
 
-    kernel: "auto", or the class name of the one kernel to use. backend: "auto", or a provider's name.
-    strict: with a kernel or backend that cannot do a layer, True is an error and False falls back with the reason.
-    disabled: class names never to use. m: numbers of rows the layer will see; kernels are ranked by the geometric
-    mean of their costs there (1 is a decode step, 256 a prompt). deterministic, batch_invariant: only kernels that are;
-    batch invariance overrules a backend that has no such kernel, and the choice's note says so.
+    Attributes:
+        kernel: "auto", or the class name of the kernel to use.
+        backend: "auto", or the backend (provider) whose kernels to use.
+        strict: Whether a requested kernel or backend that cannot run a layer is an error; if not, selection falls back and the
+            choice's note has the reason.
+        disabled: Class names of kernels never to use.
+        m: Expected batch sizes M (tokens per call). Kernels are ranked by the geometric mean of their costs at these; the default
+            is decode at batch size 1 and a prompt of 256 tokens.
+        deterministic: Use deterministic kernels only.
+        batch_invariant: Use batch-invariant kernels only, whose result for a token does not depend on M. Takes precedence over a
+            backend that has none; the choice's note says so.
+
+    Raises:
+        NoKernelError: For an M below 1, and names that are not text.
     """
 
     kernel: str = "auto"
@@ -43,37 +52,54 @@ class Policy:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        rows = (self.m,) if isinstance(self.m, int) else self.m
-        if not rows or not all(isinstance(m, int) and m >= 1 for m in rows):
-            raise NoKernelError("a policy needs expected row counts of at least 1", found=self.m, expected="for example (1, 256)")
+        sizes = (self.m,) if isinstance(self.m, int) else self.m
+        if not sizes or not all(isinstance(m, int) and m >= 1 for m in sizes):
+            raise NoKernelError("a policy needs batch sizes M of at least 1", found=self.m, expected="for example (1, 256)")
         names = [self.disabled] if isinstance(self.disabled, str) else list(self.disabled)
         if not all(isinstance(n, str) for n in (self.kernel, self.backend, *names)):
             raise NoKernelError("a policy names kernels and backends by text", found=(self.kernel, self.backend, names))
-        object.__setattr__(self, "m", tuple(rows))
+        object.__setattr__(self, "m", tuple(sizes))
         object.__setattr__(self, "disabled", frozenset(stripped for n in names if (stripped := n.strip())))
-        object.__setattr__(self, "backend", _SAME_BACKEND.get(self.backend, self.backend))
+        object.__setattr__(self, "backend", _BACKEND_ALIASES.get(self.backend, self.backend))
 
     @staticmethod
     def from_env() -> Policy:
-        """The default policy with the BITLINE_* variables applied."""
+        """The default policy with BITLINE_KERNEL, BITLINE_BACKEND and BITLINE_DISABLED_KERNELS applied."""
         return Policy(kernel=env.kernel(), backend=env.backend(), disabled=env.disabled_kernels())
 
     @staticmethod
     def of(policy: Policy | str | None) -> Policy:
-        """A policy as it is; None is the environment's, and `batch_invariant`, `deterministic` or both, separated by a comma,
-        the environment's with these facts asked for."""
+        """A policy from any form that functions accept.
+
+        Args:
+            policy: A Policy, returned as it is; None for `from_env`; or "batch_invariant", "deterministic" or both, separated by
+                a comma, which are added to `from_env`.
+
+        Raises:
+            NoKernelError: For any other text.
+        """
         if isinstance(policy, Policy):
             return policy
         base = Policy.from_env()
-        words = [] if policy is None else [w.strip().replace("-", "_") for w in policy.split(",")]
-        if unknown := [w for w in words if w not in FACTS]:
-            raise NoKernelError("unknown policy", found=", ".join(map(repr, unknown)), expected=" or ".join(FACTS))
-        return replace(base, **dict.fromkeys(words, True))  # type: ignore[arg-type]  # FACTS are all booleans
+        flags = [] if policy is None else [f.strip().replace("-", "_") for f in policy.split(",")]
+        if unknown := [f for f in flags if f not in POLICY_FLAGS]:
+            raise NoKernelError("unknown policy", found=", ".join(map(repr, unknown)), expected=" or ".join(POLICY_FLAGS))
+        return replace(base, **dict.fromkeys(flags, True))  # type: ignore[arg-type]  # all flags are booleans
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One kernel's answer: can it, why not, and the estimated seconds at each expected M (where it can run at all)."""
+    """One kernel's result in a selection.
+
+    Attributes:
+        name: The kernel's class name.
+        kernel: The kernel.
+        verdict: Whether it can run the layer under the policy, and why not.
+        supported: Whether it runs on the platform at all.
+        costs: Estimated seconds per call at each M of the policy; empty where it is not supported or has no valid estimate.
+        priority: Breaks ties of the score, larger first.
+        backend: The kernel's backend (provider).
+    """
 
     name: str
     kernel: type[Kernel]
@@ -84,19 +110,27 @@ class Candidate:
     backend: str
 
     @property
-    def loose(self) -> bool:
-        """Its sums have no fixed order: it comes last, unless all others emulate."""
+    def nondeterministic(self) -> bool:
+        """Whether the kernel declares that it is not deterministic. Such kernels rank last, unless all others emulate."""
         return self.kernel.deterministic is False
 
     @property
     def score(self) -> float:
-        """Geometric mean of the costs: a kernel that is good at decode and at prompts beats one that is good at one."""
+        """Geometric mean of the costs, which favours a kernel that is good at all batch sizes over one that is best at one."""
         return math.exp(sum(map(math.log, self.costs)) / len(self.costs)) if self.costs else math.inf
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome of `choose`: every candidate, best first, runnable ones before refused ones."""
+    """The result of `choose`.
+
+    Attributes:
+        spec: The layer, without `input_multiplier`.
+        platform: The platform.
+        policy: The policy.
+        candidates: Every kernel, best first, those that can run the layer before those that refused it.
+        note: Why a request of the policy was not met, or that the kernel is not deterministic; "" otherwise.
+    """
 
     spec: LinearSpec
     platform: Platform
@@ -106,7 +140,7 @@ class Choice:
 
     @property
     def kernel(self) -> type[Kernel]:
-        """The chosen kernel's class."""
+        """The chosen kernel."""
         return self.candidates[0].kernel
 
     @property
@@ -116,55 +150,56 @@ class Choice:
 
     @property
     def runner_up(self) -> Candidate | None:
-        """The next kernel that could also run the layer."""
+        """The next candidate that can run the layer."""
         return next((c for c in self.candidates[1:] if c.verdict), None)
 
     @property
     def nearest_fast(self) -> Candidate | None:
-        """The fastest kernel that runs on this platform and layers of this kind, but refused this one."""
+        """The fastest kernel of this platform that refused this layer; one that implements the scheme is preferred."""
         refused = [c for c in self.candidates if c.supported and not c.verdict and c.costs]
         refused = [c for c in refused if self.spec.act is not None or not c.kernel.quantizes_input]
-        # One that only the input's dtype or the policy keeps out is nearer than one that could not do the scheme at all.
-        refused = [c for c in refused if _does_scheme(c.kernel, self.spec)] or refused
+        # A kernel that only the input dtype or the policy excludes is nearer than one that could not do the scheme at all.
+        refused = [c for c in refused if _implements_scheme(c.kernel, self.spec)] or refused
         return min(refused, key=lambda c: c.score, default=None)
 
     @property
     def degraded(self) -> bool:
-        """True where a weight is emulated, unasked, although a faster kernel of this platform refused the layer: any where the
-        weight is dequantized in memory, else one for such schemes."""
+        """Whether the layer runs on emulation, unrequested, although a faster kernel of this platform refused it.
+
+        For a fallback kernel any faster kernel counts, for other emulation one that implements the scheme.
+        """
         near = self.nearest_fast
-        asked = self.policy.kernel == self.best.name or self.policy.backend == self.best.backend
-        if not self.kernel.emulates or asked or near is None or near.score >= self.best.score:
+        requested = self.policy.kernel == self.best.name or self.policy.backend == self.best.backend
+        if not self.kernel.emulates or requested or near is None or near.score >= self.best.score:
             return False
-        return self.kernel.is_fallback or _does_scheme(near.kernel, self.spec)
+        return self.kernel.is_fallback or _implements_scheme(near.kernel, self.spec)
 
     @property
     def lost_because(self) -> str:
-        """One sentence on the runner-up: which kernel, and at which M it is how much slower."""
+        """Why the runner-up was not chosen, in one sentence with the M where its cost is worst."""
         other = self.runner_up
         if other is None:
             return "no other kernel can run it"
-        if len(self.candidates[0].costs) != len(other.costs):
-            return f"{short_name(other.name)}: not asked for"
-        ratios = [(o / b, m) for o, b, m in zip(other.costs, self.best.costs, self.policy.m, strict=True)]
-        ratio, m = max(ratios)
-        if other.score >= self.best.score and ratio > 1.005:
-            return f"{short_name(other.name)}: {ratio:.1f}x the time at M={m}"
-        if other.loose and other.score < self.best.score:
-            return f"{short_name(other.name)}: adds in another order at each call"
-        if other.kernel.emulates and other.score < self.best.score:
-            return f"{short_name(other.name)}: stands in for units that are there"
-        why = "same cost, lower priority" if other.score >= self.best.score else "not asked for"
-        return f"{short_name(other.name)}: {why}"
+        name = short_name(other.name)
+        if len(self.best.costs) != len(other.costs):
+            return f"{name}: not asked for"
+        ratio, m = max((o / b, m) for o, b, m in zip(other.costs, self.best.costs, self.policy.m, strict=True))
+        if other.score >= self.best.score:
+            return f"{name}: {ratio:.1f}x the time at M={m}" if ratio > 1.005 else f"{name}: same cost, lower priority"
+        if other.nondeterministic:
+            return f"{name}: not deterministic, its reduction order varies between calls"
+        if other.kernel.emulates:
+            return f"{name}: emulates the scheme, and native kernels come first"
+        return f"{name}: not asked for"
 
     def explain(self) -> str:
-        """Every candidate in plain text: yes or no, the estimated cost at each expected M, the reason, the nearest fix."""
+        """The ranking as text: every candidate's verdict, cost at each M of the policy, reason and nearest fix."""
         lines = [f"{self.spec} on {self.platform}"]
         lines += [f"note: {self.note}"] if self.note else []
         width = max(len(c.name) for c in self.candidates)
         for i, c in enumerate(self.candidates):
             mark = "->" if i == 0 else "  "
-            cost = "  ".join(f"M={m} {seconds(v)}" for m, v in zip(self.policy.m, c.costs, strict=False))
+            cost = "  ".join(f"M={m} {format_seconds(v)}" for m, v in zip(self.policy.m, c.costs, strict=False))
             cost += f"  ({c.kernel.cost_basis(self.platform)})" if cost else ""
             lines.append(f"{mark} {c.name:{width}}  {'yes' if c.verdict else 'no '}  {cost or '-'}")
             if not c.verdict:
@@ -174,7 +209,7 @@ class Choice:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same facts for `--json`."""
+        """The ranking as JSON-compatible data; costs are in seconds, by M."""
         return {
             "spec": self.spec.key,
             "scheme": self.spec.scheme,
@@ -196,12 +231,12 @@ class Choice:
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's class name without the ending that all share: TorchInt4Pack for TorchInt4PackLinearKernel."""
+    """A kernel's class name without its suffix: TorchInt4Pack for TorchInt4PackLinearKernel."""
     return kernel.removesuffix("Kernel").removesuffix("Linear").removesuffix("MM")
 
 
-def seconds(value: float) -> str:
-    """1.2 ms, 34.0 us."""
+def format_seconds(value: float) -> str:
+    """A duration with its unit: 1.2 ms, 34.0 us."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= size:
             return f"{value / size:.1f} {unit}"
@@ -215,11 +250,24 @@ def choose(
     *,
     kernels: Sequence[registry.Entry] | None = None,
 ) -> Choice:
-    """Rank every kernel for a layer. Pure: the platform may be one that is not here, and nothing is allocated or built.
+    """Rank every kernel for a layer.
 
-    platform: a Platform or its text form, by default this machine's CPU. policy: see Policy.of.
-    kernels: by default every registered one. Raises NoKernelError where the policy leaves nothing that can run.
-    Kernels are asked about the spec without `input_multiplier`, and the choice holds that spec: the layer itself multiplies.
+    A pure function: the platform may be one that is not here, and nothing is allocated or compiled. Kernels rank by the geometric
+    mean of their costs over policy.m, priority breaks ties. Nondeterministic kernels, and on a GPU kernels that emulate without
+    measured costs, come after the others.
+
+    Args:
+        spec: The layer. Kernels are asked about it without `input_multiplier`, which the layer applies itself.
+        platform: A Platform or its text form; this machine's CPU by default.
+        policy: Any form that `Policy.of` accepts; the environment's by default.
+        kernels: The kernels to rank; all registered ones by default.
+
+    Returns:
+        The ranking, chosen kernel first.
+
+    Raises:
+        NoKernelError: Where the policy leaves no kernel that can run the layer, or names an unknown kernel or backend.
+        PlatformError: For a platform text that is not valid.
     """
     spec = spec.replace(input_multiplier=False) if spec.input_multiplier else spec
     if platform is None:
@@ -229,49 +277,71 @@ def choose(
     policy = Policy.of(policy)
     entries = registry.entries() if kernels is None else tuple(kernels)
     check_names(policy, entries)
-    candidates = [_judge(entry, spec, platform, policy) for entry in entries]
-    settled = any(c.verdict and not c.loose and not c.kernel.emulates for c in candidates)
-    # What stands in for units that a GPU may have comes last, unless its times were measured there.
-    stands_in = lambda c: c.kernel.emulates and platform.vendor != "cpu" and c.kernel.cost_basis(platform) != "measured"
-    candidates.sort(
-        key=lambda c: (not c.verdict, not c.supported, settled and c.loose, stands_in(c), c.score, -c.priority, c.name)
-    )
-    note = ""
-    asked = policy.kernel != "auto" or policy.backend != "auto"
-    if asked:
-        wanted = [c for c in candidates if _is_wanted(c, policy)]
-        best = next((c for c in wanted if c.verdict), None)
-        if best is not None:
-            candidates.remove(best)
-            candidates.insert(0, best)
-        else:
-            what = f"kernel {policy.kernel}" if policy.kernel != "auto" else f"backend {policy.backend}"
-            reasons = "; ".join(f"{c.name}: {c.verdict.reason}" for c in wanted) or "it has no kernel for such layers"
-            overruled = policy.batch_invariant and policy.kernel == "auto"
-            if policy.strict and not overruled:
-                raise NoKernelError(f"{what} cannot run {spec} on {platform}", found=reasons, expected="a kernel that can",
-                                    fix="choose another, or pass strict=False to fall back")  # fmt: skip
-            note = f"{what} was asked for and cannot run this layer ({reasons})"
-            note += "; batch invariance overrules it" if overruled else ""
+    candidates = _ranked([_evaluate(entry, spec, platform, policy) for entry in entries], platform)
+    requested = policy.kernel != "auto" or policy.backend != "auto"
+    note = _put_requested_first(candidates, spec, platform, policy) if requested else ""
     if not candidates or not candidates[0].verdict:
-        raise NoKernelError(f"no kernel is left that can run {spec} on {platform}",
-                            reasons=(f"{c.name}: {c.verdict.reason}" for c in candidates),
-                            fix="allow ReferenceLinearKernel, which runs everything"
-                            if spec.act_dtype in Kernel.act_dtypes
-                            else "use an input of bfloat16, float16 or float32")  # fmt: skip
-    if candidates[0].loose and not asked:
-        note = f"{candidates[0].name} adds in another order at each call; Policy(deterministic=True) takes a kernel that does not"
+        raise _no_kernel_left(candidates, spec, platform)
+    if candidates[0].nondeterministic and not requested:
+        note = f"{candidates[0].name} is not deterministic: its reduction order varies between calls; "
+        note += "Policy(deterministic=True) excludes it"
     return Choice(spec, platform, policy, tuple(candidates), note)
 
 
-def _is_wanted(candidate: Candidate, policy: Policy) -> bool:
+def _ranked(candidates: list[Candidate], platform: Platform) -> list[Candidate]:
+    """Candidates best first."""
+    has_native = any(c.verdict and not c.nondeterministic and not c.kernel.emulates for c in candidates)
+
+    def emulation_ranks_last(c: Candidate) -> bool:
+        # A GPU may have native units for the scheme, which a modelled cost of emulation must not outrank.
+        return c.kernel.emulates and platform.vendor != "cpu" and c.kernel.cost_basis(platform) != "measured"
+
+    def key(c: Candidate) -> tuple[Any, ...]:
+        last = (has_native and c.nondeterministic, emulation_ranks_last(c))
+        return (not c.verdict, not c.supported, *last, c.score, -c.priority, c.name)
+
+    return sorted(candidates, key=key)
+
+
+def _put_requested_first(candidates: list[Candidate], spec: LinearSpec, platform: Platform, policy: Policy) -> str:
+    """Move the best candidate of the requested kernel or backend to the front, in place.
+
+    Where none can run the layer: a NoKernelError if the policy is strict, else the note of the fallback.
+    """
+    requested = [c for c in candidates if _is_requested(c, policy)]
+    best = next((c for c in requested if c.verdict), None)
+    if best is not None:
+        candidates.remove(best)
+        candidates.insert(0, best)
+        return ""
+    what = f"kernel {policy.kernel}" if policy.kernel != "auto" else f"backend {policy.backend}"
+    reasons = "; ".join(f"{c.name}: {c.verdict.reason}" for c in requested) or "it has no kernel for such layers"
+    overruled = policy.batch_invariant and policy.kernel == "auto"
+    if policy.strict and not overruled:
+        raise NoKernelError(f"{what} cannot run {spec} on {platform}", found=reasons, expected="a kernel that can",
+                            fix="choose another, or pass strict=False to fall back")  # fmt: skip
+    note = f"{what} was asked for and cannot run this layer ({reasons})"
+    return note + ("; batch invariance overrules it" if overruled else "")
+
+
+def _is_requested(candidate: Candidate, policy: Policy) -> bool:
     if policy.kernel != "auto":
         return candidate.name == policy.kernel
     return candidate.backend == policy.backend
 
 
+def _no_kernel_left(candidates: Sequence[Candidate], spec: LinearSpec, platform: Platform) -> NoKernelError:
+    return NoKernelError(
+        f"no kernel is left that can run {spec} on {platform}",
+        reasons=(f"{c.name}: {c.verdict.reason}" for c in candidates),
+        fix="allow ReferenceLinearKernel, which runs everything"
+        if spec.act_dtype in Kernel.act_dtypes
+        else "use an input of bfloat16, float16 or float32",
+    )
+
+
 def check_names(policy: Policy, entries: Sequence[registry.Entry] = ()) -> None:
-    """Unknown names are errors; those of registered kernels are known, also where the caller asks about some of them alone."""
+    """Raise NoKernelError for kernel and backend names of a policy that neither `entries` nor the registry has."""
     entries = (*entries, *registry.entries())
     names = {e.name for e in entries}
     if unknown := ({policy.kernel} - {"auto"} - names) | (policy.disabled - names):
@@ -282,10 +352,11 @@ def check_names(policy: Policy, entries: Sequence[registry.Entry] = ()) -> None:
                             expected=", ".join(("auto", "cpu", *sorted(backends))))  # fmt: skip
 
 
-def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: Policy) -> Candidate:
+def _evaluate(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: Policy) -> Candidate:
+    """Ask a kernel about the platform and the layer, estimate its costs, then apply the policy."""
     kernel = entry.kernel
     verdict = (
-        ask(kernel.is_supported, platform)
+        verdict_of(kernel.is_supported, platform)
         if platform.vendor in entry.platforms
         else no(f"runs on {', '.join(entry.platforms)}; this platform is {platform.vendor}")
     )
@@ -293,35 +364,46 @@ def _judge(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: 
     costs: tuple[float, ...] = ()
     if supported:
         verdict = _implements(kernel, spec, platform)
-        costs, wrong = _costs(kernel, spec, platform, policy)
-        verdict = no(f"its cost cannot be estimated: {wrong}") if wrong and verdict else verdict
-    if verdict and entry.name in policy.disabled:
-        verdict = no("disabled by the policy", "take it out of Policy(disabled=…) or BITLINE_DISABLED_KERNELS")
-    if verdict and not kernel.exact and entry.name != policy.kernel and kernel.backend != policy.backend:
-        verdict = no("it does not compute exactly what the scheme says", f"Policy(kernel={entry.name!r})")
-    if verdict and policy.deterministic and not kernel.deterministic:
-        verdict = no("not deterministic, and the policy asks for that")
-    if verdict and policy.batch_invariant and not kernel.batch_invariant:
-        verdict = no("not batch invariant, and the policy asks for that")
+        costs, error = _costs(kernel, spec, platform, policy)
+        verdict = no(f"its cost cannot be estimated: {error}") if error and verdict else verdict
+    if verdict and not (allowed := _allowed(entry, policy)):
+        verdict = allowed
     return Candidate(entry.name, kernel, verdict, supported, costs, entry.priority, kernel.backend)
 
 
-def ask(question: Callable[[Any], Any], about: Any) -> Verdict:
-    """A kernel's answer; a refusal where it raises or gives something else, so that a plug-in's mistake costs no other kernel."""
+def _allowed(entry: registry.Entry, policy: Policy) -> Verdict:
+    """Whether the policy allows a kernel that can run the layer."""
+    kernel = entry.kernel
+    if entry.name in policy.disabled:
+        return no("disabled by the policy", "take it out of Policy(disabled=…) or BITLINE_DISABLED_KERNELS")
+    if not kernel.exact and entry.name != policy.kernel and kernel.backend != policy.backend:
+        return no("it deviates from the scheme's exact semantics", f"Policy(kernel={entry.name!r})")
+    if policy.deterministic and not kernel.deterministic:
+        return no("not deterministic, and the policy asks for that")
+    if policy.batch_invariant and not kernel.batch_invariant:
+        return no("not batch invariant, and the policy asks for that")
+    return YES
+
+
+def verdict_of(question: Callable[[Any], Any], argument: Any) -> Verdict:
+    """A kernel's answer to `is_supported` or `can_implement`.
+
+    A refusal where it raises or returns something else, so that a defect in one third-party kernel cannot break selection.
+    """
     try:
-        answer = question(about)
+        answer = question(argument)
     except Exception as error:
         return no(f"{question.__name__} failed: {type(error).__name__}: {error}")
     return answer if isinstance(answer, Verdict) else no(f"{question.__name__} gave {answer!r}, which is no Verdict")
 
 
-def _does_scheme(kernel: type[Kernel], spec: LinearSpec) -> bool:
-    """True where the kernel would take the layer with an input of one of its own dtypes."""
-    return any(ask(kernel.can_implement, spec.replace(act_dtype=dtype)) for dtype in kernel.act_dtypes)
+def _implements_scheme(kernel: type[Kernel], spec: LinearSpec) -> bool:
+    """Whether the kernel would take the layer with one of its own input dtypes."""
+    return any(verdict_of(kernel.can_implement, spec.replace(act_dtype=dtype)) for dtype in kernel.act_dtypes)
 
 
 def _costs(kernel: type[Kernel], spec: LinearSpec, platform: Platform, policy: Policy) -> tuple[tuple[float, ...], str]:
-    """Seconds at each expected M, or why there are none."""
+    """Seconds at each M of the policy, or why there are none."""
     try:
         costs = tuple(float(kernel.cost(spec, platform, m)) for m in policy.m)
     except Exception as error:
@@ -332,21 +414,22 @@ def _costs(kernel: type[Kernel], spec: LinearSpec, platform: Platform, policy: P
 
 
 def _implements(kernel: type[Kernel], spec: LinearSpec, platform: Platform) -> Verdict:
+    """Whether a kernel that the platform supports can run the layer, its input dtype included."""
     if spec.act_dtype == torch.bfloat16 and 0 < platform.capability < 80 and kernel.requires_bf16_hardware:
         return no(f"{platform.arch} has no bfloat16 units", "with input dtype float16")
     if spec.act_dtype not in kernel.act_dtypes:
-        able = ", ".join(str(d).removeprefix("torch.") for d in kernel.act_dtypes)
-        return no(f"input dtype {str(spec.act_dtype).removeprefix('torch.')}", f"with input dtype {able}")
-    return ask(kernel.can_implement, spec)
+        accepted = ", ".join(map(dtype_name, kernel.act_dtypes))
+        return no(f"input dtype {dtype_name(spec.act_dtype)}", f"with input dtype {accepted}")
+    return verdict_of(kernel.can_implement, spec)
 
 
 @functools.cache
 def warn_note(note: str, kernel: str) -> None:
-    """One warning for each distinct request that could not be met."""
+    """Log a warning, once for each distinct request of a policy that was not met."""
     log.warning("%s: %s is used instead", note, kernel)
 
 
 @functools.cache
 def warn_degraded(spec: LinearSpec, kernel: str, nearest: str, reason: str) -> None:
-    """One warning for each distinct layer that falls back to the reference."""
+    """Log a warning, once for each distinct spec that runs degraded."""
     log.warning("%s runs on %s: %s would be faster but refuses it: %s", spec, kernel, nearest, reason)

@@ -11,7 +11,7 @@ import torch
 from bitline import types as t
 from bitline.kernels.base import Kernel
 from bitline.platform import Platform
-from bitline.select import ask
+from bitline.select import verdict_of
 from bitline.testing.generators import inputs, random_weight
 from bitline.testing.poison import poison
 from bitline.testing.tolerance import FACTOR, reference64, torch_linear
@@ -78,7 +78,7 @@ def accepts(kernel: type[Kernel], spec: LinearSpec) -> Verdict:
     """As selection asks: the input's dtype first."""
     if spec.act_dtype not in kernel.act_dtypes:
         return no(f"input dtype {spec.act_dtype}", "another")
-    return ask(kernel.can_implement, spec)
+    return verdict_of(kernel.can_implement, spec)
 
 
 def check_product(name: str, kernels: Iterable[tuple[type[Kernel], Platform | str]]) -> dict[str, int]:

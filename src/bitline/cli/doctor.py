@@ -27,7 +27,7 @@ from bitline.kernels.base import Kernel
 from bitline.linear import QuantLinear
 from bitline.platform import PACKAGES, Platform, cpu_name, installed_packages
 from bitline.rtn import quantize
-from bitline.select import ask, short_name
+from bitline.select import short_name, verdict_of
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import random_weight
 from bitline.testing.tolerance import compare
@@ -150,7 +150,7 @@ def _kernels(device: str) -> list[dict[str, Any]]:
     where = Platform.detect(device)
     rows = []
     for entry in registry.entries():
-        supported = ask(entry.kernel.is_supported, where) if where.vendor in entry.platforms else None
+        supported = verdict_of(entry.kernel.is_supported, where) if where.vendor in entry.platforms else None
         row: dict[str, Any] = {"kernel": entry.name, "device": device, "ran": False, "ok": False, "scheme": None}
         if supported is None:
             continue
@@ -172,7 +172,7 @@ def _try(kernel: type[Kernel], device: str) -> dict[str, Any]:
         weight = make()
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             spec: LinearSpec = weight.spec.replace(act_dtype=dtype)
-            if dtype not in kernel.act_dtypes or not ask(kernel.can_implement, spec):
+            if dtype not in kernel.act_dtypes or not verdict_of(kernel.can_implement, spec):
                 continue
             layer = QuantLinear(weight, act_dtype=dtype, device=device, kernel=kernel.__name__)
             x = torch.randn(5, 256).to(dtype)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from bitline.cli.console import out
 from bitline.cli.render import at_commas, hanging, put, rate, size, table
-from bitline.select import seconds, short_name
+from bitline.select import format_seconds, short_name
 
 _NEAR = ("policy", "layer", "package", "machine")  # refusals of kernels that one expects here
 _MOST_REASONS = 6
@@ -60,13 +60,13 @@ def _plan(report: dict[str, Any], schemes: dict[str, list[dict[str, Any]]]) -> N
     rows: list[tuple[str, str, list[str], str]] = []  # scheme, layers, what is said of them, style
     for scheme, plans in schemes.items():
         for p in plans:
-            times = [seconds(p["cost_seconds"][m]) if m in p["cost_seconds"] else "-" for m in ms]
+            times = [format_seconds(p["cost_seconds"][m]) if m in p["cost_seconds"] else "-" for m in ms]
             cells = ["{}×{}".format(*p["shape"]), *([_part(p, tp)] if tp > 1 else []), *times, size(p["packed_bytes"])]
             style = "yellow" if p["degraded"] or p["note"] else ""
             rows.append((scheme, p["names"], [*cells, short_name(p["kernel"])], style))
     for cut, total in report["totals"].items():
         name = f"all, cut along {cut}" if cut else f"all {report['layers']} layers"
-        times = [seconds(total["cost_seconds"][m]) for m in ms]
+        times = [format_seconds(total["cost_seconds"][m]) for m in ms]
         rows.append(("", name, ["", *([""] if tp > 1 else []), *times, size(total["packed_bytes"]), ""], "bold"))
     widths = [max(cell_len(cells[i]) for _, _, cells, _ in rows) for i in range(len(header) - 1)]
     widths = [max(w, cell_len(h)) for w, h in zip(widths, header[1:], strict=True)]
@@ -198,7 +198,7 @@ def _installed(report: dict[str, Any]) -> None:
         text = f"{p['install']}: {', '.join(map(short_name, p['kernels']))} for {p['layers']} of {report['layers']} layers"
         for cut, total in p["totals"].items():
             now = p["now"][cut]["cost_seconds"]
-            changes = [f"M={m} {seconds(v)} instead of {seconds(now[m])}" for m, v in total["cost_seconds"].items()]
+            changes = [f"M={m} {format_seconds(v)} instead of {format_seconds(now[m])}" for m, v in total["cost_seconds"].items()]
             same = all(abs(v / now[m] - 1) < 0.005 for m, v in total["cost_seconds"].items())
             text += f"; {f'cut along {cut}: ' if cut else ''}{'the same time' if same else ', '.join(changes)}"
         out.print()
