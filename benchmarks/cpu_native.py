@@ -90,7 +90,7 @@ def bitline(weight: QuantizedWeight, x: torch.Tensor, cold: int) -> tuple[Calls,
         other = QuantLinear.__new__(QuantLinear)
         torch.nn.Module.__init__(other)
         other.choice, other.in_features, other.out_features = layer.choice, layer.in_features, layer.out_features
-        other._adopt({"weight": packed.clone()}, None)
+        other._register({"weight": packed.clone()}, None)
         calls.append(partial(other, x))
         reads.append(partial(read, core, other._packed[0]))
     half = len(reads) // 2  # never what the next call is going to read

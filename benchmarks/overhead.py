@@ -52,7 +52,7 @@ def measure(n: int, k: int, rows: list[int], device: str) -> list[dict[str, Any]
         batch = x.view(1, m, k)
         with torch.inference_mode():
             times = interleaved({
-                "kernel": lambda x=x: apply(x, packed, None, spec), "operator": lambda x=x: OP(x, packed, *layer._call),
+                "kernel": lambda x=x: apply(x, packed, None, spec), "operator": lambda x=x: OP(x, packed, *layer._op_arguments),
                 "layer 2-D": lambda x=x: layer(x), "layer 3-D": lambda x=batch: layer(x),
                 "F.linear": lambda x=x: torch.nn.functional.linear(x, w),
             }, torch.cuda.synchronize if device != "cpu" else lambda: None)  # fmt: skip

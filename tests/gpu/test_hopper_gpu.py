@@ -218,7 +218,7 @@ def test_a_layers_own_call_gives_what_the_kernel_gives(m, bias):
         assert torch.equal(layer(x), want) and torch.equal(layer(graded), want)
     with pytest.raises(InputError, match="no gradient"):
         layer(graded)
-    with pytest.raises(InputError, match="not made for"):
+    with pytest.raises(InputError, match="does not fit the layer"):
         layer(x.half())
     moved = layer._packed[0]
     moved.data = moved.data.clone()  # whoever moves a weight behind the layer's back

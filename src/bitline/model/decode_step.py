@@ -27,7 +27,7 @@ from torch.nn.modules import module as _module
 
 from bitline import native
 from bitline.kernels.cpu.native_cpu import OP
-from bitline.linear import QuantLinear, watched
+from bitline.linear import QuantLinear, needs_dispatcher
 
 ROWS = 8  # of a norm's input; above that torch's own operators are as fast
 LARGE = 1 << 20  # numbers of a plain output layer that is worth a call of ours
@@ -122,7 +122,7 @@ def _readable(x: Any) -> bool:
 
 def _plain(x: Tensor) -> bool:
     """Whether native code may read a tensor, and nobody watches what torch does with it."""
-    return _readable(x) and not torch.is_grad_enabled() and not watched(x)
+    return _readable(x) and not torch.is_grad_enabled() and not needs_dispatcher(x)
 
 
 def _weight(module: nn.Module) -> Tensor | None:
