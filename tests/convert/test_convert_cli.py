@@ -21,7 +21,7 @@ def test_text(tmp_path):
     done = bitline(CHECKPOINTS / "ct_w4a16_g128_asym", tmp_path / "m.gguf", "--to", "gguf")
     assert done.returncode == 0, done.stderr
     words = " ".join(done.stdout.split())
-    for said in ("uint4+zero g128", "uint5b16 g32", "4 bits in 5", "every layer bit-equal", "4 of 4", "no plain tensors"):
+    for said in ("uint4+zero g128", "uint5b16 g32", "4-bit codes in 5 bits", "every layer bit-equal", "4 of 4", "no plain tensors"):
         assert said in words
     assert re.search(r"layers [\d.]+ [kM]B before, [\d.]+ [kM]B after", words)
 
@@ -43,10 +43,10 @@ def test_lossy_text(tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (("bnb_nf4", "--to", "gptq"), 1, "gptq cannot hold 4 of 4 layers exactly"),
+        (("bnb_nf4", "--to", "gptq"), 1, "gptq cannot represent 4 of 4 layers exactly"),
         (("ct_w8a8_int8_dynamic", "--to", "gptq"), 1, "--weights-only"),
         (("gq_w4g128_sym_v1", "--to", "exl2"), 1, "unknown format"), (("gq_w4g128_sym_v1",), 2, "Missing option"),
-        (("gq_w4g128_sym_v1", "--to", "gguf"), 1, "is a file called"),
+        (("gq_w4g128_sym_v1", "--to", "gguf"), 1, "is a file named"),
     ],
 )  # fmt: skip
 def test_exit_codes(words, code, says, tmp_path):

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import bitline
-from bitline.conversion import proof, run
+from bitline.conversion import TARGETS, readback
 from bitline.errors import ConversionError, InputError
 
 GPTQ = CHECKPOINTS / "gq_w4g128_sym_v1"
@@ -80,7 +80,7 @@ def test_an_empty_folder_and_missing_parents_are_used(tmp_path):
 
 @pytest.mark.parametrize(
     ("to", "name", "says"),
-    [("exl2", "o", "unknown format"), ("gguf", "folder", "is a file called"), ("gptq", "model.gguf", "is a folder"),
+    [("exl2", "o", "unknown format"), ("gguf", "folder", "is a file named"), ("gptq", "model.gguf", "is a folder"),
      ("gptq", "x.safetensors", "is a folder")],
 )  # fmt: skip
 def test_wrong_words(to, name, says, tmp_path):
@@ -139,7 +139,7 @@ def test_a_result_that_does_not_read_back_is_deleted(part, tmp_path, monkeypatch
     tensors, config = bases.gptq()
     folder = source(tmp_path / "s", tensors | {"model.norm.weight": torch.ones(8)}, config)
     name = {"code": f"{LAYER}.qweight", "scale": f"{LAYER}.scales", "bias": f"{LAYER}.bias", "plain": "model.norm.weight"}[part]
-    real = proof.open_checkpoint
+    real = readback.open_checkpoint
 
     def damaged(path):
         file = path / "model.safetensors"
@@ -153,7 +153,7 @@ def test_a_result_that_does_not_read_back_is_deleted(part, tmp_path, monkeypatch
         file.write_bytes(raw)
         return real(path)
 
-    monkeypatch.setattr(proof, "open_checkpoint", damaged)
+    monkeypatch.setattr(readback, "open_checkpoint", damaged)
     with pytest.raises(ConversionError, match=r"did not read back.*deleted"):
         bitline.convert(folder, tmp_path / "out", to="gptq")
     assert entries(tmp_path) == ["s"]
@@ -168,7 +168,7 @@ def test_a_refusal_that_is_found_late_names_every_layer(tmp_path):
         scale = f"model.layers.{i}.mlp.up_proj.weight_scale"
         tensors |= more | {scale: more[scale].float() * 1.0001}
     folder = source(tmp_path / "s", tensors, config)
-    with pytest.raises(ConversionError, match=r"cannot hold 6 of 7 layers.*and 2 more.*no float16 or bfloat16") as caught:
+    with pytest.raises(ConversionError, match=r"cannot represent 6 of 7 layers.*and 2 more.*not exact in float16 or bfloat16") as caught:
         bitline.convert(folder, tmp_path / "out", to="gptq")
     assert set(caught.value.layers) == {f"model.layers.{i}.mlp.up_proj" for i in range(1, 7)}
     assert "compressed-tensors" in caught.value.fix and "--lossy" in caught.value.fix
@@ -191,9 +191,9 @@ def test_another_format_is_named_where_it_holds_every_layer(tmp_path):
         for kind, layers in (("int", "[0-4]"), ("float", "5"))
     }
     folder = source(tmp_path / "s", tensors, config | {"format": "mixed-precision", "config_groups": groups})
-    with pytest.raises(ConversionError, match=r"cannot hold 6 of 6") as caught:
+    with pytest.raises(ConversionError, match=r"cannot represent 6 of 6") as caught:
         bitline.convert(folder, tmp_path / "out", to="awq")
-    assert "--to compressed-tensors should hold them exactly" in caught.value.fix
+    assert "--to compressed-tensors should represent them exactly" in caught.value.fix
     assert bitline.convert(folder, tmp_path / "out", to="compressed-tensors").exact
 
 
@@ -246,7 +246,7 @@ def test_names_that_a_list_of_parts_cannot_tell_apart_are_refused(tmp_path):
     """AWQ would take mlp.gate for a part of mlp.gate_proj, and leave both alone."""
     tensors, config = packed("model.layers.0.mlp.gate_proj")
     folder = source(tmp_path / "s", tensors | {"model.layers.0.mlp.gate.weight": torch.ones(4, 64)}, config)
-    with pytest.raises(ConversionError, match=r"parts of their names.*gate_proj"):
+    with pytest.raises(ConversionError, match=r"by substring.*gate_proj"):
         bitline.convert(folder, tmp_path / "out", to="awq")
     assert entries(tmp_path) == ["s"] and bitline.convert(folder, tmp_path / "out", to="gptq").exact
 
@@ -332,7 +332,7 @@ def test_embeddings_and_heads_that_a_format_cannot_hold_become_plain_weights(tmp
     folder = source(tmp_path / "s", tensors | embedding, config)
     report = bitline.convert(folder, tmp_path / "out", to="awq")
     plain = next(layer for layer in report.layers if layer.name == "model.embed_tokens")
-    assert plain.after == "plain" and plain.exact and plain.changes == ("plain float32 weights",)
+    assert plain.after == "plain" and plain.exact and plain.changes == ("dequantized to float32",)
     table = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(table.float(), bitline.open_checkpoint(folder).layer("model.embed_tokens").weight().dequantize())
 
@@ -435,5 +435,5 @@ def test_memory_is_a_layer_and_not_the_model(tmp_path):
 
 
 def test_names_of_the_targets_are_the_commands_own():
-    assert set(run.TARGETS) == {"compressed-tensors", "gptq", "awq", "gguf", "fp8", "modelopt"}
-    assert all(kind.name == to for to, kind in run.TARGETS.items())
+    assert set(TARGETS) == {"compressed-tensors", "gptq", "awq", "gguf", "fp8", "modelopt"}
+    assert all(kind.name == to for to, kind in TARGETS.items())

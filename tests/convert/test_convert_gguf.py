@@ -11,7 +11,7 @@ from tools import gguf_tensors
 
 import bitline
 from bitline.conversion.gguf.tokenizer import tokenizer_metadata
-from bitline.conversion.source import original_of
+from bitline.conversion.open_source import source_model
 from bitline.errors import CheckpointError, ConversionError, InputError
 from tiny import llama
 
@@ -127,7 +127,7 @@ def test_a_gguf_tensor_without_a_place_is_refused(tmp_path):
 
     raw = bases.gguf_bytes(bases.PAIRS, bases.one_matrix("blk.0.strange.weight")[0], bases.q8_0(32, 64))
     (tmp_path / "m.gguf").write_bytes(raw)
-    with pytest.raises(CheckpointError, match="no place"):
+    with pytest.raises(CheckpointError, match="no module for a quantized tensor"):
         bitline.convert(tmp_path / "m.gguf", tmp_path / "out", to="gptq")
 
 
@@ -192,8 +192,8 @@ def test_sentencepiece_tokenizers(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.update(pre_tokenizer={"type": "Whitespace"}), "no name here"),
-        (lambda t: t.update(pre_tokenizer=None), "no name here"),
+        (lambda t: t.update(pre_tokenizer={"type": "Whitespace"}), "no name for the tokenizer's pre-tokenizer"),
+        (lambda t: t.update(pre_tokenizer=None), "no name for the tokenizer's pre-tokenizer"),
         (lambda t: t["model"].update(type="Unigram"), "Unigram"),
         (lambda t: t["model"].update(byte_fallback=True), "byte fallback"),
         (lambda t: t["added_tokens"].append({"id": 900, "content": "far", "special": True}), "more tokens than the model"),
@@ -208,7 +208,7 @@ def test_tokenizers_that_would_be_misread_are_refused(change, says, tmp_path):
     change(tokenizer)
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConversionError, match=says):
-        tokenizer_metadata(original_of(bitline.open_checkpoint(source)), 264)
+        tokenizer_metadata(source_model(bitline.open_checkpoint(source)), 264)
 
 
 @pytest.mark.parametrize("kind", LLAMA_CPP)

@@ -14,7 +14,7 @@ from expected import CHECKPOINTS, LLAMA
 from safetensors.torch import load_file
 
 import bitline
-from bitline.conversion import files, sinks
+from bitline.conversion import safetensors_output, shard_writer
 from bitline.errors import CheckpointError, ConversionError, InputError
 
 GPTQ = CHECKPOINTS / "gq_w4g128_sym_v1"
@@ -62,7 +62,7 @@ def test_a_folder_that_is_filled_meanwhile_is_left_as_it_is(tmp_path):
 
 
 def test_a_publication_that_fails_half_way_is_undone(tmp_path, monkeypatch):
-    out, real, moved = tmp_path / "out", sinks.Path.rename, []
+    out, real, moved = tmp_path / "out", safetensors_output.Path.rename, []
     out.mkdir()
 
     def rename(path, to):
@@ -71,7 +71,7 @@ def test_a_publication_that_fails_half_way_is_undone(tmp_path, monkeypatch):
         moved.append(path.name)
         return real(path, to)
 
-    monkeypatch.setattr(sinks.Path, "rename", rename)
+    monkeypatch.setattr(safetensors_output.Path, "rename", rename)
     with pytest.raises(KeyboardInterrupt):
         bitline.convert(GPTQ, out, to="awq")
     assert "model.safetensors" in moved and not entries(out)
@@ -137,8 +137,9 @@ def test_a_signal_leaves_nothing(signal, code, place, tmp_path):
     kill = f"""
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-from bitline.conversion import files, gguf_file
-for kind in (files.ShardWriter, gguf_file.GGUFWriter):
+from bitline.conversion import shard_writer
+from bitline.conversion.gguf import writer
+for kind in (shard_writer.ShardWriter, writer.GGUFWriter):
     def add(self, *words, real=kind.add):
         os.kill(os.getpid(), signal.{signal})
         return real(self, *words)
@@ -207,12 +208,12 @@ def test_tied_embeddings_stay_tied(tmp_path):
 
 def test_odd_tensors_do_not_gather_in_memory(tmp_path, monkeypatch):
     """What is kept for the end of a shard is bounded: another shard begins, and every file is one that safetensors reads."""
-    monkeypatch.setattr(files, "_LATE", 100)
-    writer = files.ShardWriter(tmp_path, 10**9, 1 << 16)
+    monkeypatch.setattr(shard_writer, "_MAX_DEFERRED", 100)
+    writer = shard_writer.ShardWriter(tmp_path, 10**9, 1 << 16)
     tensors = {f"t{i}": torch.full((37,), i, dtype=torch.uint8) for i in range(9)} | {"large": torch.ones(999, dtype=torch.uint8)}
     for name, tensor in tensors.items():
         writer.add(name, tensor)
-        assert writer._kept <= max(100, tensor.nbytes)
+        assert writer._deferred_bytes <= max(100, tensor.nbytes)
     writer.finish()
     shards = sorted(tmp_path.glob("*.safetensors"))
     found = {name: t for shard in shards for name, t in load_file(shard).items()}

@@ -136,7 +136,7 @@ def test_refusals_name_the_layers_the_reason_and_who_can():
     with pytest.raises(AssertionError, match=", and 2 more:"):
         refused(weights, "gptq", AssertionError)
     only = {LAYER: random_weight(nf4, 1)}
-    with pytest.raises(AssertionError, match=r"gptq cannot hold 1 of 1 layers exactly.*nf4 codes.*--lossy"):
+    with pytest.raises(AssertionError, match=r"gptq cannot represent 1 of 1 layers exactly.*codes are nf4.*--lossy"):
         refused(only, "gptq", AssertionError)
 
 

@@ -8,7 +8,7 @@ import torch
 
 import bitline
 from bitline import Platform, types
-from bitline.conversion import packing
+from bitline.conversion import pack_codes
 from bitline.kernels.linear import INCARKLinearMethod, INCLayerConfig, get_ark_state
 from bitline.kernels.providers.ark import ArkInt8WNA16LinearKernel, ArkWNA16LinearKernel
 from bitline.select import Policy
@@ -70,11 +70,11 @@ def test_a_layer_of_the_fields_method(awq, sym):
     weight = random_weight(W4 if sym else U4, 5)
     method, layer = INCARKLinearMethod(INCLayerConfig(4, 128, sym, awq)), torch.nn.Module()
     method.create_weights(layer, 256, [32, 32], 256, 64, torch.bfloat16)
-    layer.qweight.data.copy_(packing.awq_words(weight.codes, 256) if awq else words(weight.unpacked()).t())
+    layer.qweight.data.copy_(pack_codes.pack_awq(weight.codes, 256) if awq else words(weight.unpacked()).t())
     layer.scales.data.copy_(weight.scale.t())
     if not sym:
         fields = weight.zero.t().contiguous()
-        layer.qzeros.data.copy_(words(packing.awq_fields(fields) if awq else (fields - 1) & 15))
+        layer.qzeros.data.copy_(words(pack_codes.awq_interleave(fields) if awq else (fields - 1) & 15))
     method.process_weights_after_loading(layer)
     x = inputs(5, weight.spec)
     expected = x.float() @ weight.dequantize().T

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bitline import types
-from bitline.conversion import packing
+from bitline.conversion import pack_codes
 from bitline.errors import InputError
 from bitline.kernels.linear import INCARKLinearMethod, INCLayerConfig, INCXPULinearMethod, get_ark_state
 from bitline.testing.generators import inputs, random_weight
@@ -20,7 +20,7 @@ def loaded(method, weight):
     method.create_weights(layer, spec.k, [spec.n // 2, spec.n // 2], spec.k, spec.n, spec.act_dtype)
     codes = weight.unpacked().t().contiguous()
     gptq = (codes.long().view(-1, 8, spec.n) << (4 * torch.arange(8))[None, :, None]).sum(1).to(torch.int32)
-    layer.qweight.data.copy_(packing.awq_words(weight.codes, spec.k) if method.is_awq_packed else gptq)
+    layer.qweight.data.copy_(pack_codes.pack_awq(weight.codes, spec.k) if method.is_awq_packed else gptq)
     layer.scales.data.copy_(weight.scale.t())
     return layer, gptq
 

@@ -1,6 +1,7 @@
-"""Quantized checkpoints from one format into another, without changing a value."""
+"""Quantized checkpoints converted from one format into another, losslessly and verified by reading back."""
 
 from bitline.conversion.report import ConversionReport, LayerReport
-from bitline.conversion.run import TARGETS, convert
+from bitline.conversion.run import convert
+from bitline.conversion.targets import TARGETS
 
 __all__ = ["TARGETS", "ConversionReport", "LayerReport", "convert"]

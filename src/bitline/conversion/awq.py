@@ -1,4 +1,4 @@
-"""AWQ, version gemm: 4 bits along N, one group size for all layers, no activation order."""
+"""AWQ as a conversion target: AutoAWQ's gemm version, 4 bits packed along N, one group size for all layers, no act-order."""
 
 from __future__ import annotations
 
@@ -10,82 +10,88 @@ import torch
 from torch import Tensor
 
 from bitline import types
-from bitline.conversion import base, packing
-from bitline.conversion.base import NotExact
-from bitline.conversion.original import HEADS, Original
+from bitline.conversion import pack_codes, spec_rules
+from bitline.conversion.source_model import HEADS, SourceModel
+from bitline.conversion.target import SCALE_DTYPES_16, NotRepresentable
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
-GROUPS = (16, 32, 64, 128)
+_GROUP_SIZES = (16, 32, 64, 128)
+_PER_ROW = 0  # of _group_size
 
 
 class AWQTarget:
-    """qweight, qzeros and scales. Zero points are always stored; `zero_point: false` says that all are the middle one."""
+    """qweight, qzeros and scales. qzeros are always stored; `zero_point: false` says that all of them are the middle, 8."""
 
     name = "awq"
-    embeddings = False
+    quantizes_embeddings = False
 
     def __init__(self) -> None:
-        self.size: int | None = None  # of every group once it is settled, 0 for whole rows
+        self._group_size: int | None = None  # of all layers, known after reconcile
 
-    def forms(self, spec: LinearSpec) -> list[LinearSpec]:
-        """Integers of at most 4 bits with a scale for a group of a row. Tools do not agree how AWQ stores other widths."""
-        if not base.is_integer(spec) or spec.weight.bits > 4:
-            raise NotExact(f"awq holds 4-bit integers, and these are {spec.weight.name} codes")
-        base.no_order(spec, "awq does not have")
-        base.no_input_factors(spec, "awq")
-        base.no_activations(spec, "awq")
-        scalar = types.unsigned(4, symmetric=not base.has_zero(spec))
-        return [self._checked(base.integer_form(spec, scalar, base.columns_per_scale(spec, GROUPS, whole=True)))]
+    def stored_specs(self, spec: LinearSpec) -> list[LinearSpec]:
+        """Integers of at most 4 bits with per-group or per-row scales. Tools disagree on how AWQ packs other widths."""
+        if not spec_rules.is_integer(spec) or spec.weight.bits > 4:
+            raise NotRepresentable(f"awq stores 4-bit integers, and its codes are {spec.weight.name}")
+        spec_rules.require_no_act_order(spec, "awq")
+        spec_rules.require_no_input_multiplier(spec, "awq")
+        spec_rules.require_weight_only(spec, "awq")
+        scalar = types.unsigned(4, symmetric=not spec_rules.needs_zero_points(spec))
+        columns = spec_rules.stored_group(spec, _GROUP_SIZES, divides_k=True)
+        return [_packable(spec_rules.integer_spec(spec, scalar, columns))]
 
-    def fallback(self, spec: LinearSpec) -> LinearSpec:
-        """Symmetric 4-bit integers, in groups of the others' size once it is settled."""
-        base.no_activations(spec, "awq")
-        form = self._checked(base.rounded_form(spec, (4,)))
-        return form if self.size is None else form.replace(block=(1, self.size or form.k))
+    def lossy_spec(self, spec: LinearSpec) -> LinearSpec:
+        """Symmetric 4-bit integers, in the other layers' group size once it is known."""
+        spec_rules.require_weight_only(spec, "awq")
+        stored = _packable(spec_rules.symmetric_spec(spec, (4,)))
+        return stored if self._group_size is None else stored.replace(block=(1, self._group_size or stored.k))
 
-    def _checked(self, form: LinearSpec) -> LinearSpec:
-        if form.n % 8:
-            raise NotExact(f"awq packs 8 rows in a word, and the weight has {form.n}")
-        return form
-
-    def settle(self, forms: Mapping[str, LinearSpec]) -> tuple[dict[str, LinearSpec], dict[str, NotExact]]:
-        """One group size for all: the largest that divides everyone's. A scale is repeated for smaller groups."""
-        if all(form.group_size == -1 for form in forms.values()):
-            self.size = 0
-            return dict(forms), {}
-        whole = math.gcd(*(form.block[1] for form in forms.values()))
-        size = max((g for g in GROUPS if whole % g == 0), default=0)
+    def reconcile(self, specs: Mapping[str, LinearSpec]) -> tuple[dict[str, LinearSpec], dict[str, NotRepresentable]]:
+        """One group size for all layers: the largest that divides every layer's. Scales are repeated for smaller groups."""
+        if all(spec.group_size == -1 for spec in specs.values()):
+            self._group_size = _PER_ROW
+            return dict(specs), {}
+        divisor = math.gcd(*(spec.block[1] for spec in specs.values()))
+        size = max((g for g in _GROUP_SIZES if divisor % g == 0), default=0)
         if size:
-            self.size = size
-            return {name: form.replace(block=(1, size)) for name, form in forms.items()}, {}
-        usual = base.common([form.block[1] for form in forms.values()])
-        odd = NotExact(f"awq has one group size for all layers, and this one's groups cannot be cut like the others' ({usual})")
-        return dict(forms), {name: odd for name, form in forms.items() if form.block[1] != usual}
+            self._group_size = size
+            return {name: spec.replace(block=(1, size)) for name, spec in specs.items()}, {}
+        usual = spec_rules.most_common([spec.block[1] for spec in specs.values()])
+        conflict = NotRepresentable(
+            f"awq has one group size for all layers, and its groups have none in common with the other layers' ({usual})"
+        )
+        return dict(specs), {name: conflict for name, spec in specs.items() if spec.block[1] != usual}
 
-    def scales(self, spec: LinearSpec) -> tuple[torch.dtype, ...]:
-        """float16, as AutoAWQ stores them; bfloat16, as GPTQModel does, where float16 does not hold them."""
-        return base.HALVES
+    def scale_dtypes(self, spec: LinearSpec) -> tuple[torch.dtype, ...]:
+        """float16, as AutoAWQ stores them, else bfloat16, as GPTQModel does."""
+        return SCALE_DTYPES_16
 
     def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Zero points are stored as they are."""
+        """qweight int32 [K, N/8], qzeros int32 [groups, N/8], scales [groups, N]. Zero points are stored as they are."""
         scales = weight.scale.t().contiguous()
-        fields = torch.full_like(scales, 8, dtype=torch.uint8) if weight.zero is None else weight.zero.t().contiguous()
+        zeros = torch.full_like(scales, 8, dtype=torch.uint8) if weight.zero is None else weight.zero.t().contiguous()
         tensors = {
-            "qweight": packing.awq_words(weight.codes, weight.spec.k),
-            "qzeros": packing.field_words(packing.awq_fields(fields), 4), "scales": scales,
+            "qweight": pack_codes.pack_awq(weight.codes, weight.spec.k),
+            "qzeros": pack_codes.pack_int32(pack_codes.awq_interleave(zeros), 4), "scales": scales,
         }  # fmt: skip
         return tensors | ({} if weight.bias is None else {"bias": weight.bias})
 
-    def config(self, layers: Mapping[str, LinearSpec], original: Original) -> dict[str, Any]:
-        """One for all layers; those left alone are named."""
+    def quantization_config(self, layers: Mapping[str, LinearSpec], source: SourceModel) -> dict[str, Any]:
+        """One scheme for all layers, with the ignored modules."""
         heads = [name for name in layers if name.rpartition(".")[2] in HEADS]
         return {
-            "quant_method": "awq", "bits": 4, "group_size": self.size or -1,
-            "zero_point": any(base.has_zero(f) for f in layers.values()), "version": "gemm", "lm_head": bool(heads),
-            "modules_to_not_convert": base.left_alone(layers, original) or None,
+            "quant_method": "awq", "bits": 4, "group_size": self._group_size or -1,
+            "zero_point": any(spec_rules.needs_zero_points(spec) for spec in layers.values()), "version": "gemm",
+            "lm_head": bool(heads), "modules_to_not_convert": spec_rules.ignored_modules(layers, source) or None,
         }  # fmt: skip
 
-    def files(self, layers: Mapping[str, LinearSpec], original: Original) -> dict[str, dict[str, Any]]:
-        """None: config.json says it all."""
+    def extra_files(self, layers: Mapping[str, LinearSpec], source: SourceModel) -> dict[str, dict[str, Any]]:
+        """None."""
         return {}
+
+
+def _packable(stored: LinearSpec) -> LinearSpec:
+    """The spec itself, if its N can be packed."""
+    if stored.n % 8:
+        raise NotRepresentable(f"awq packs 8 rows in an int32, and N is {stored.n}")
+    return stored

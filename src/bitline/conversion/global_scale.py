@@ -1,46 +1,51 @@
-"""NVFP4's global scale under its two conventions: a factor (ModelOpt, Quark) and a divisor (compressed-tensors)."""
+"""NVFP4's global scale in its two conventions: a multiplier (ModelOpt, Quark) or a divisor (compressed-tensors)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from bitline.conversion.base import NotExact
+from bitline.conversion.target import NotRepresentable
 from bitline.weight import QuantizedWeight
 
 
-def divisor(weight: QuantizedWeight) -> Tensor:
-    """The float32 [1] that divides every block's scale to the float32 that the weight has; NotExact where none does."""
-    return _search(weight, lambda value: 1.0 / value, "global scale is a factor whose reciprocal is no float32")
+def as_divisor(weight: QuantizedWeight) -> Tensor:
+    """The float32 [1] that every block scale is divided by; NotRepresentable where no float32 gives the same products."""
+    return _find(weight, lambda scale: 1.0 / scale, "global scale is a multiplier, and no float32 divisor is equivalent")
 
 
-def factor(weight: QuantizedWeight) -> Tensor:
-    """The float32 [] that multiplies every block's scale to the float32 that the weight has; NotExact where none does."""
-    return _search(weight, lambda value: value, "global scale is a divisor whose reciprocal is no float32").reshape(())
+def as_multiplier(weight: QuantizedWeight) -> Tensor:
+    """The float32 [] that every block scale is multiplied by; NotRepresentable where no float32 gives the same products."""
+    return _find(weight, lambda scale: scale, "global scale is a divisor, and no float32 multiplier is equivalent").reshape(())
 
 
 def reciprocal(value: Tensor) -> Tensor:
-    """The float32 [] whose own reciprocal, rounded once to float32, is this value; NotExact where there is none."""
-    for candidate in _around(1.0 / value.double().reshape(())):
+    """The float32 [] whose reciprocal rounds to this float32 value; NotRepresentable where there is none."""
+    for candidate in _neighbors(1.0 / value.double().reshape(())):
         if torch.equal((1.0 / candidate.double()).float(), value.float().reshape(())):
             return candidate
-    raise NotExact("its input's global scale has no reciprocal in float32 that gives it back")
+    raise NotRepresentable("its activations' global scale has no float32 reciprocal that inverts exactly")
 
 
-def _search(weight: QuantizedWeight, meaning, what: str) -> Tensor:  # type: ignore[no-untyped-def]
-    """Scales of scales are exact if every E4M3 scale that occurs becomes the same float32; the neighbours are tried too."""
+def _find(weight: QuantizedWeight, convention: Callable[[Tensor], Tensor], problem: str) -> Tensor:
+    """The global scale under a convention, which maps a multiplier to its stored value and back, float32 [1].
+
+    Equivalent means that every E4M3 block scale in use has the same float32 product. Neighbouring floats are tried too.
+    """
     assert weight.scale2 is not None
-    used = weight.scale.view(torch.uint8).unique().view(torch.float8_e4m3fn).double()
-    exact = weight.scale2.double().reshape(())
-    wanted = (used * exact).float()
-    for candidate in _around(meaning(exact)):
-        if torch.equal((used * meaning(candidate.double())).float(), wanted):
+    block_scales = weight.scale.view(torch.uint8).unique().view(torch.float8_e4m3fn).double()
+    multiplier = weight.scale2.double().reshape(())
+    expected = (block_scales * multiplier).float()
+    for candidate in _neighbors(convention(multiplier)):
+        if torch.equal((block_scales * convention(candidate.double())).float(), expected):
             return candidate.reshape(1)
-    raise NotExact(f"its {what}, so that some scales would change in their last bit")
+    raise NotRepresentable(f"its {problem}: some scales would change in their last bit")
 
 
-def _around(value: Tensor) -> list[Tensor]:
-    """A float64 rounded to float32, and its neighbours."""
-    middle = value.float()
-    up, down = (torch.nextafter(middle, torch.tensor(end)) for end in (torch.inf, -torch.inf))
-    return [middle, up, down]
+def _neighbors(value: Tensor) -> list[Tensor]:
+    """A float64 rounded to float32, and the float32 values next to it."""
+    nearest = value.float()
+    up, down = (torch.nextafter(nearest, torch.tensor(end)) for end in (torch.inf, -torch.inf))
+    return [nearest, up, down]

@@ -9,10 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer. format: what it was stored as. before, after: its scheme. changes: what was rewritten.
+    """One layer. shape: (N, K). format: the source's. before, after: the scheme, "plain" for a layer that was dequantized.
 
-    exact: read back bit for bit. max_error, rms_error: of a layer that was rounded, relative to its largest magnitude and to
-    its root mean square. nbytes: in the file it came from; nbytes_after: in the file that was written.
+    changes: what the re-encoding changed, in a few words each. exact: the dequantized float32 read back bit for bit. max_error,
+    rms_error: of a layer that was rounded, the largest error over its largest weight and the root mean square of the error over
+    that of the weight. nbytes, nbytes_after: in the files of the source and of the result.
     """
 
     name: str
@@ -30,7 +31,11 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """A finished conversion. copied, left: other files of the folder. notes: what the result does not carry."""
+    """A finished conversion.
+
+    source_format, to: the formats. plain_tensors, plain_bytes: unquantized tensors. copied, left: other files of the folder that
+    were copied and left out. notes: what the result does not carry over.
+    """
 
     source: str
     result: str
@@ -50,14 +55,14 @@ class ConversionReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the quantized layers before."""
+        """Bytes of the quantized layers in the source."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
     def nbytes_after(self) -> int:
-        """Bytes of the same layers after."""
+        """Bytes of the same layers in the result."""
         return sum(layer.nbytes_after for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """The report as JSON-compatible values."""
         return dataclasses.asdict(self) | {"exact": self.exact, "nbytes": self.nbytes, "nbytes_after": self.nbytes_after}

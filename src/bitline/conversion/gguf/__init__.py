@@ -1,1 +1,1 @@
-"""GGUF as a target and as a source of conversions."""
+"""GGUF as a source and as a target of conversions."""
