@@ -1,4 +1,7 @@
-"""What a layer of the field's kernel protocol says about itself, and its translation into a LinearSpec."""
+"""The layer configs of vLLM's kernel protocol, and their translation to LinearSpec.
+
+Names and fields are vLLM's (vllm/model_executor/kernels/linear), so that a serving engine's code constructs them unchanged.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,18 @@ from bitline.errors import InputError
 from bitline.types import ActSpec, LinearSpec, ScalarType
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_NOMINAL = (4096, 4096)  # where a config names no shape: the layer's own is judged when its weights are processed
+_PLACEHOLDER_SHAPE = (4096, 4096)  # (N, K) of a config without a shape; the layer's own is checked when its weights are processed
 
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Rows and columns of a tensor that share a scale; -1 is the whole extent.
+    """Rows and columns of a tensor that share a scale, -1 for the whole extent.
 
-    (-1, -1) per tensor, (1, -1) per token, (-1, 1) per channel, (1, g) per group, (128, 128) per block.
+    (-1, -1) is per tensor, (1, -1) per token, (-1, 1) per channel, (1, g) per group, (128, 128) per block.
+
+    Attributes:
+        row: Rows per scale.
+        col: Columns per scale.
     """
 
     row: int
@@ -31,7 +38,13 @@ PER_TENSOR, PER_TOKEN, PER_CHANNEL = GroupShape(-1, -1), GroupShape(1, -1), Grou
 
 @dataclass(frozen=True)
 class ScaleDesc:
-    """A level of scales: their dtype, whether they are known before the input is, and what shares one."""
+    """One level of scales of a quantized tensor.
+
+    Attributes:
+        dtype: dtype of the scales.
+        static: Whether they are known before run time.
+        group_shape: Rows and columns that share one.
+    """
 
     dtype: torch.dtype
     static: bool
@@ -40,7 +53,14 @@ class ScaleDesc:
 
 @dataclass(frozen=True)
 class QuantKey:
-    """How a tensor is quantized: the codes' dtype, one or two levels of scales, with or without a zero point."""
+    """The quantization of a weight or activation tensor.
+
+    Attributes:
+        dtype: dtype of the codes.
+        scale: The scales.
+        scale2: The second level of scales, for example NVFP4's global scale.
+        symmetric: False where there is a zero point.
+    """
 
     dtype: torch.dtype
     scale: ScaleDesc
@@ -62,12 +82,17 @@ kFp8Dynamic128Sym = _fp8(False, GroupShape(1, 128))
 
 @dataclass(frozen=True)
 class MPLinearLayerConfig:
-    """A layer of integer weights whose input keeps 16 bits, or is quantized to 8 where `act_type` says so.
+    """Mixed-precision layer: integer weights with 16-bit activations, or W4A8.
 
-    full_weight_shape, partition_weight_shape: (K, N) of the whole layer and of this rank's part. weight_type: a ScalarType.
-    act_type: a torch dtype, int8 and float8_e4m3fn for an input quantized per token. group_size: -1 is one per row.
-    zero_points: they come with the weight. has_g_idx: so does an order of columns. out_type: default `act_type`, where
-    that is quantized bfloat16.
+    Attributes:
+        full_weight_shape: (K, N) of the whole layer.
+        partition_weight_shape: (K, N) of this rank's shard.
+        weight_type: Type of the codes.
+        act_type: dtype of the activations; int8 and float8_e4m3fn mean dynamic per-token quantization.
+        group_size: Columns per scale, -1 for one scale per row.
+        zero_points: Whether the weight has stored zero points.
+        has_g_idx: Whether the weight has act-order.
+        out_type: Output dtype; `act_type` by default, bfloat16 where that is quantized.
     """
 
     full_weight_shape: tuple[int, int]
@@ -80,13 +105,13 @@ class MPLinearLayerConfig:
     out_type: torch.dtype | None = None
 
     def to_spec(self) -> LinearSpec:
-        """The spec of this rank's part, with scales in the output's dtype."""
+        """The spec of this rank's shard, with scales in the output dtype."""
         k, n = self.partition_weight_shape
         group = k if self.group_size == -1 else min(self.group_size, k)
         if group < 1:
-            raise InputError("a group size is -1 or positive", found=self.group_size)
+            raise InputError("group_size must be -1 or positive", found=self.group_size)
         weight = self.weight_type
-        if weight is types.int4:  # stored as uint4 with 8 added, wherever it is packed
+        if weight is types.int4:  # packed as uint4 with 8 added
             weight = types.uint4b8
         act = {torch.int8: ActSpec(types.int8), torch.float8_e4m3fn: ActSpec(types.float8_e4m3fn)}.get(self.act_type)
         out = self.out_type or (self.act_type if act is None else torch.bfloat16)
@@ -98,7 +123,15 @@ class MPLinearLayerConfig:
 
 @dataclass(frozen=True)
 class Int8ScaledMMLinearLayerConfig:
-    """An int8 layer with an int8 input. The shape (N, K) and the dtypes are optional: elsewhere this config lacks them."""
+    """W8A8 int8 layer.
+
+    Attributes:
+        is_static_input_scheme: Static per-tensor activation scales; if not, dynamic per-token ones.
+        is_channelwise: One weight scale per channel; if not, per tensor.
+        input_symmetric: False where activations have a zero point.
+        weight_shape: (N, K). Optional, and not in vLLM's class; without it shape checks wait for the weights.
+        input_dtype: dtype of the layer's input before quantization. Not in vLLM's class.
+    """
 
     is_static_input_scheme: bool
     is_channelwise: bool
@@ -107,17 +140,25 @@ class Int8ScaledMMLinearLayerConfig:
     input_dtype: torch.dtype = torch.bfloat16
 
     def to_spec(self) -> LinearSpec:
-        """Static inputs are quantized per tensor, dynamic ones per token."""
-        n, k = self.weight_shape or _NOMINAL
-        how: Any = "tensor" if self.is_static_input_scheme else "token"
-        act = ActSpec(types.int8, not self.is_static_input_scheme, how, 0, self.input_symmetric)
+        """The spec of the layer; scales are float32."""
+        n, k = self.weight_shape or _PLACEHOLDER_SHAPE
+        granularity: Any = "tensor" if self.is_static_input_scheme else "token"
+        act = ActSpec(types.int8, not self.is_static_input_scheme, granularity, 0, self.input_symmetric)
         block = (1, k) if self.is_channelwise else (n, k)
         return LinearSpec(n, k, types.int8, block, act=act, act_dtype=_float(self.input_dtype))
 
 
 @dataclass(frozen=True)
 class FP8ScaledMMLinearLayerConfig:
-    """An FP8 layer. weight_shape is (N, K); without an activation key it is weight-only."""
+    """FP8 layer with scales per tensor, channel, group or block.
+
+    Attributes:
+        weight_quant_key: Quantization of the weight.
+        activation_quant_key: Quantization of the activations; None for a weight-only layer.
+        weight_shape: (N, K).
+        input_dtype: dtype of the layer's input before quantization.
+        out_dtype: Output dtype; `input_dtype` by default.
+    """
 
     weight_quant_key: QuantKey
     activation_quant_key: QuantKey | None
@@ -126,7 +167,7 @@ class FP8ScaledMMLinearLayerConfig:
     out_dtype: torch.dtype | None = None
 
     def to_spec(self) -> LinearSpec:
-        """Scales per tensor, channel, group or block; inputs static or dynamic per tensor, token or group."""
+        """The spec of the layer."""
         (n, k), shape = self.weight_shape, self.weight_quant_key.scale.group_shape
         block = (
             (1, k)
@@ -141,20 +182,26 @@ class FP8ScaledMMLinearLayerConfig:
 
 
 @dataclass(frozen=True)
-class _Micro:
-    """The shape (N, K) is optional: elsewhere these configs lack it. use_a16: the input keeps 16 bits."""
+class _BlockScaledConfig:
+    """Fields of the MX and NVFP4 configs.
+
+    Attributes:
+        weight_shape: (N, K). Optional, and not in vLLM's classes; without it shape checks wait for the weights.
+        input_dtype: dtype of the layer's input before quantization.
+        use_a16: Weight-only: activations stay in 16 bits.
+    """
 
     weight_shape: tuple[int, int] | None = None
     input_dtype: torch.dtype = torch.bfloat16
     use_a16: bool = False
 
 
-class NvFp4LinearLayerConfig(_Micro):
-    """Two E2M1 codes a byte, E4M3 scales of 16 columns, one global scale."""
+class NvFp4LinearLayerConfig(_BlockScaledConfig):
+    """NVFP4 layer: E2M1 codes, two per byte, E4M3 scales of 16 columns, one global scale. Fields: see MxFp4LinearLayerConfig."""
 
     def to_spec(self) -> LinearSpec:
-        """(1, 16) with a global scale; the input likewise, under its own static global scale."""
-        n, k = self.weight_shape or _NOMINAL
+        """The spec of the layer. Activations are quantized alike, under a static global scale of their own."""
+        n, k = self.weight_shape or _PLACEHOLDER_SHAPE
         act = None if self.use_a16 else ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3")
         return LinearSpec(
             n, k, types.float4_e2m1, (1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(n, k), act=act,
@@ -162,19 +209,25 @@ class NvFp4LinearLayerConfig(_Micro):
         )  # fmt: skip
 
 
-class MxFp4LinearLayerConfig(_Micro):
-    """Two E2M1 codes a byte, E8M0 scales of 32 columns."""
+class MxFp4LinearLayerConfig(_BlockScaledConfig):
+    """MXFP4 layer: E2M1 codes, two per byte, E8M0 scales of 32 columns.
+
+    Attributes:
+        weight_shape: (N, K). Optional, and not in vLLM's class; without it shape checks wait for the weights.
+        input_dtype: dtype of the layer's input before quantization. Not in vLLM's class.
+        use_a16: Weight-only: activations stay in 16 bits.
+    """
 
     def to_spec(self) -> LinearSpec:
-        """(1, 32); the input likewise."""
+        """The spec of the layer. Activations are quantized alike."""
         return _mx(self, types.float4_e2m1)
 
 
-class Mxfp8LinearLayerConfig(_Micro):
-    """E4M3 codes, E8M0 scales of 32 columns."""
+class Mxfp8LinearLayerConfig(_BlockScaledConfig):
+    """MXFP8 layer: E4M3 codes, E8M0 scales of 32 columns. Fields: see MxFp4LinearLayerConfig."""
 
     def to_spec(self) -> LinearSpec:
-        """(1, 32); the input likewise."""
+        """The spec of the layer. Activations are quantized alike."""
         return _mx(self, types.float8_e4m3fn)
 
 
@@ -185,7 +238,7 @@ Config = (
 
 
 def family_of(config: Config) -> str:
-    """ "mp", "int8", "fp8", "fp8_block", "nvfp4", "mxfp4" or "mxfp8"."""
+    """The kernel family of a config: "mp", "int8", "fp8", "fp8_block", "nvfp4", "mxfp4" or "mxfp8"."""
     if isinstance(config, FP8ScaledMMLinearLayerConfig):
         shape = config.weight_quant_key.scale.group_shape
         return "fp8_block" if max(shape.row, shape.col) > 1 and shape.row != 1 else "fp8"
@@ -197,7 +250,7 @@ def family_of(config: Config) -> str:
 
 
 def _mx(config: MxFp4LinearLayerConfig | Mxfp8LinearLayerConfig, scalar: ScalarType) -> LinearSpec:
-    n, k = config.weight_shape or _NOMINAL
+    n, k = config.weight_shape or _PLACEHOLDER_SHAPE
     act = None if config.use_a16 else ActSpec(scalar, True, "group", 32, scale="e8m0")
     return LinearSpec(n, k, scalar, (1, 32), scale_dtype=torch.float8_e8m0fnu, act=act, act_dtype=_float(config.input_dtype))
 
@@ -206,14 +259,15 @@ def _act(key: QuantKey | None) -> ActSpec | None:
     if key is None:
         return None
     shape = key.scale.group_shape
-    how: Any = {PER_TENSOR: "tensor", PER_TOKEN: "token"}.get(shape, "group")
-    return ActSpec(_scalar(key.dtype), not key.scale.static, how, shape.col if how == "group" else 0, key.symmetric)
+    granularity: Any = {PER_TENSOR: "tensor", PER_TOKEN: "token"}.get(shape, "group")
+    group_size = shape.col if granularity == "group" else 0
+    return ActSpec(_scalar(key.dtype), not key.scale.static, granularity, group_size, key.symmetric)
 
 
 def _scalar(dtype: torch.dtype) -> ScalarType:
     name = types.dtype_name(dtype)
     if name not in types.SCALAR_TYPES:
-        raise InputError("no weight or input of this dtype", found=dtype, expected="float8_e4m3fn, float8_e5m2 or int8")
+        raise InputError("no weight or activation type of this dtype", found=dtype, expected="float8_e4m3fn, float8_e5m2 or int8")
     return types.SCALAR_TYPES[name]
 
 
@@ -222,6 +276,7 @@ def _pair(shape: GroupShape) -> tuple[int, int]:
 
 
 def _float(dtype: torch.dtype) -> torch.dtype:
+    """The dtype, if it is one of a layer's output."""
     if dtype not in _FLOATS:
         raise InputError("a layer's output is a float", found=dtype, expected="float16, bfloat16 or float32")
     return dtype
