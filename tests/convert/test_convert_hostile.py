@@ -12,11 +12,11 @@ import torch
 from gguf_models import byte_pairs, checkpoint
 from outcomes import SLACK, guarded, room, within
 from safetensors.torch import load_file, save_file
-from thinning import thinned
 from tokenizers import pre_tokenizers
 
 import bitline
 from bitline.errors import BitlineError, OutOfMemoryError
+from thinning import thinned
 
 for _file in sorted((Path(__file__).parents[1] / "attacks").glob("corpus*.py")):
     importlib.import_module(_file.stem)
