@@ -1,4 +1,4 @@
-"""The field's kernel protocol: layers with parameters, configs, and the choosing functions."""
+"""vLLM's kernel protocol: layers with parameters, configs, and the selection functions."""
 
 import logging
 from fractions import Fraction
@@ -10,10 +10,11 @@ from torch import nn
 import bitline
 from bitline import types
 from bitline.errors import InputError, NoKernelError
-from bitline.kernels import linear as field
+from bitline.kernels import linear
 from bitline.kernels.registry import unregister_kernel
 from bitline.protocol.foreign_kernel import config_of, write_layer
-from bitline.protocol.layer_reader import merge_static_ranges, read_layer
+from bitline.protocol.layer_reader import read_layer
+from bitline.protocol.scaled_reader import merge_static_ranges
 from bitline.select import Policy
 
 BF16 = torch.bfloat16
@@ -38,7 +39,7 @@ def test_a_layer_of_every_family_runs_and_can_be_processed_twice(scheme, options
     config = config_of(weight.spec, family)
     layer = write_layer(weight, family)
     before = {name: p.data.clone() for name, p in layer.named_parameters()}
-    kernel = field.init_linear_kernel(config)
+    kernel = linear.init_linear_kernel(config)
     kernel.process_weights_after_loading(layer)
     x, bias = matrix(3, 192, 1).to(BF16), matrix(1, 64, 2)[0].to(BF16)
     expected = bitline.QuantLinear(weight, bias=bias, kernel=type(kernel).__name__)(x)
@@ -51,7 +52,7 @@ def test_a_layer_of_every_family_runs_and_can_be_processed_twice(scheme, options
     assert sum(p.numel() for p in layer.parameters()) == 0
     kernel.process_weights_after_loading(layer)  # nothing left to process, and nothing lost
     assert torch.equal(kernel.apply_weights(layer, x, bias), expected)
-    with pytest.raises(InputError, match="not made for"):
+    with pytest.raises(InputError, match="does not fit the layer"):
         kernel.apply_weights(layer, x.float(), bias)
 
 
@@ -64,14 +65,14 @@ def test_a_layer_reads_back_as_the_weight_that_it_was_written_from(scheme, optio
 
 
 def gptq_layer(weight, act_order=False):
-    """[K/8, N] words, [G, N] scales and [G, N/8] zero points, as GPTQ and AWQ checkpoints have them."""
+    """qweight int32 [K/8, N], scales [G, N] and qzeros [G, N/8], as vLLM holds GPTQ and AWQ layers."""
     layer, s = nn.Module(), weight.spec
-    words = weight.codes.contiguous().view(torch.int32).t().contiguous()
-    layer.qweight = field.PackedParameter(words, packed_dim=0, packed_factor=8, input_dim=0, output_dim=1)
-    layer.scales = field.GroupScaleParameter(weight.scale.t().contiguous(), s.block[1], input_dim=0, output_dim=1)
+    qweight = weight.codes.contiguous().view(torch.int32).t().contiguous()
+    layer.qweight = linear.PackedParameter(qweight, packed_dim=0, packed_factor=8, input_dim=0, output_dim=1)
+    layer.scales = linear.GroupScaleParameter(weight.scale.t().contiguous(), s.block[1], input_dim=0, output_dim=1)
     if weight.zero is not None:
         packed = bitline.bitstream.pack(weight.zero.t().contiguous(), 4).view(torch.int32)
-        layer.qzeros = field.PackedParameter(packed, packed_dim=1, packed_factor=8, input_dim=0, output_dim=1)
+        layer.qzeros = linear.PackedParameter(packed, packed_dim=1, packed_factor=8, input_dim=0, output_dim=1)
     return layer
 
 
@@ -85,7 +86,7 @@ def test_gptq_parameters_by_their_dimensions_or_their_shapes(scheme, named):
             setattr(layer, name, nn.Parameter(p.data, requires_grad=False))
     config = config_of(weight.spec, "mp")
     assert torch.equal(read_layer(layer, config, {}).dequantize(), weight.dequantize())
-    kernel = field.choose_mp_linear_kernel(config)(config, "qweight", "scales", "qzeros", "g_idx")
+    kernel = linear.choose_mp_linear_kernel(config)(config, "qweight", "scales", "qzeros", "g_idx")
     kernel.process_weights_after_loading(layer)
     x = matrix(2, 192, 1).to(BF16)
     assert torch.equal(kernel.apply_weights(layer, x), bitline.QuantLinear(weight, kernel=type(kernel).__name__)(x))
@@ -96,10 +97,10 @@ def test_codes_packed_along_n_and_codes_in_bytes():
     config = config_of(weight.spec, "mp")
     layer = gptq_layer(weight)
     along_n = bitline.bitstream.pack(weight.unpacked().t().contiguous(), 4).view(torch.int32)  # [K, N/8]
-    layer.qweight = field.PackedParameter(along_n, packed_dim=1, packed_factor=8, input_dim=0, output_dim=1)
+    layer.qweight = linear.PackedParameter(along_n, packed_dim=1, packed_factor=8, input_dim=0, output_dim=1)
     assert torch.equal(read_layer(layer, config, {}).dequantize(), weight.dequantize())
     layer.qweight = nn.Parameter((weight.unpacked().to(torch.int16) - 8).to(torch.int8), requires_grad=False)
-    signed = field.MPLinearLayerConfig((96, 64), (96, 64), types.int4, BF16, 32, False, False)
+    signed = linear.MPLinearLayerConfig((96, 64), (96, 64), types.int4, BF16, 32, False, False)
     assert torch.equal(read_layer(layer, signed, {}).dequantize(), weight.dequantize())
 
 
@@ -107,32 +108,32 @@ def test_a_square_layer_that_can_be_read_in_two_ways_is_refused():
     layer = nn.Module()
     layer.qweight = nn.Parameter(torch.zeros(64, 8, dtype=torch.int32), requires_grad=False)
     layer.scales = nn.Parameter(torch.ones(64, 2), requires_grad=False)
-    config = field.MPLinearLayerConfig((64, 64), (64, 64), types.uint4b8, BF16, 32, False, False)
+    config = linear.MPLinearLayerConfig((64, 64), (64, 64), types.uint4b8, BF16, 32, False, False)
     with pytest.raises(InputError, match="two ways"):
         read_layer(layer, config, {})
 
 
-def test_act_order_is_never_ignored():
+def test_act_order_is_applied():
     weight = quantized("W4A16", {"group_size": 32})
     layer = write_layer(weight, "mp")
     g_idx = torch.arange(192) // 32
     g_idx = g_idx[torch.randperm(192, generator=torch.Generator().manual_seed(3))].int()
-    layer.weight_g_idx = field.RowParameter(g_idx)
-    config = field.MPLinearLayerConfig((192, 64), (192, 64), types.uint4b8, BF16, 32, False, True)
+    layer.weight_g_idx = linear.RowParameter(g_idx)
+    config = linear.MPLinearLayerConfig((192, 64), (192, 64), types.uint4b8, BF16, 32, False, True)
     values = weight.unpacked().float() - 8
     expected = values * weight.scales()[:, g_idx.long()]
-    kernel = field.init_linear_kernel(config)
+    kernel = linear.init_linear_kernel(config)
     kernel.process_weights_after_loading(layer)
     x = matrix(4, 192, 5).to(BF16)
     torch.testing.assert_close(kernel.apply_weights(layer, x).float(), x.float() @ expected.t(), rtol=2e-2, atol=2e-2)
 
 
-def test_scales_of_fused_layers_are_spread_over_their_rows():
+def test_per_tensor_scales_of_fused_layers_are_expanded_to_channels():
     layer = nn.Module()
     layer.logical_widths = [16, 32]
     layer.weight = nn.Parameter(torch.ones(48, 64, dtype=torch.int8), requires_grad=False)
-    layer.weight_scale = field.PerTensorScaleParameter(torch.tensor([0.5, 2.0]))
-    config = field.Int8ScaledMMLinearLayerConfig(False, False, True)
+    layer.weight_scale = linear.PerTensorScaleParameter(torch.tensor([0.5, 2.0]))
+    config = linear.Int8ScaledMMLinearLayerConfig(False, False, True)
     weight = read_layer(layer, config, {})
     assert weight.spec.block == (1, 64)
     assert weight.dequantize()[:, 0].tolist() == [0.5] * 16 + [2.0] * 32
@@ -152,34 +153,34 @@ def test_static_ranges_of_fused_layers_are_merged_and_the_zero_point_is_rounded(
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["row", "column"])
-def test_ranks_load_the_parts_that_the_canonical_weight_is_cut_into(tp, kind):
+def test_ranks_load_the_shards_of_the_canonical_weight(tp, kind):
     weight = quantized("W4A16", {"group_size": 64}, 64, 256)
     full = write_layer(weight, "mp")
     for rank in range(tp):
         n, k = (64, 256 // tp) if kind == "row" else (64 // tp, 256)
         layer = nn.Module()
         where = {"tp_rank": rank, "tp_size": tp}
-        layer.weight_packed = field.PackedParameter(torch.zeros(n, k // 8, dtype=torch.int32), 1, 8, **where)
-        layer.weight_scale = field.GroupScaleParameter(torch.zeros(n, k // 64, dtype=weight.scale.dtype), 64, **where)
+        layer.weight_packed = linear.PackedParameter(torch.zeros(n, k // 8, dtype=torch.int32), 1, 8, **where)
+        layer.weight_scale = linear.GroupScaleParameter(torch.zeros(n, k // 64, dtype=weight.scale.dtype), 64, **where)
         for name in ("weight_packed", "weight_scale"):
             load = getattr(getattr(layer, name), f"load_{kind}_parallel_weight")
             load(getattr(full, name).data)
-        config = field.MPLinearLayerConfig((256, 64), (k, n), types.uint4b8, BF16, 64, False, False)
+        config = linear.MPLinearLayerConfig((256, 64), (k, n), types.uint4b8, BF16, 64, False, False)
         part = weight.shard(1 if kind == "row" else 0, rank, tp)
         assert torch.equal(read_layer(layer, config, {}).dequantize(), part.dequantize())
 
 
-def test_a_group_that_two_ranks_share_is_loaded_by_both():
+def test_the_scale_of_a_group_that_two_ranks_share_is_loaded_by_both():
     weight = quantized("W4A16", {"group_size": 64}, 16, 192)
     full = write_layer(weight, "mp")
     for rank in range(2):
         layer = nn.Module()
-        layer.weight_packed = field.PackedParameter(torch.zeros(16, 12, dtype=torch.int32), 1, 8, tp_rank=rank, tp_size=2)
-        layer.weight_scale = field.GroupScaleParameter(torch.zeros(16, 2, dtype=weight.scale.dtype), 64, tp_rank=rank, tp_size=2)
+        layer.weight_packed = linear.PackedParameter(torch.zeros(16, 12, dtype=torch.int32), 1, 8, tp_rank=rank, tp_size=2)
+        layer.weight_scale = linear.GroupScaleParameter(torch.zeros(16, 2, dtype=weight.scale.dtype), 64, tp_rank=rank, tp_size=2)
         for name in ("weight_packed", "weight_scale"):
             getattr(layer, name).load_row_parallel_weight(getattr(full, name).data)
-        config = field.MPLinearLayerConfig((192, 16), (96, 16), types.uint4b8, BF16, 64, False, False)
-        kernel = field.init_linear_kernel(config)
+        config = linear.MPLinearLayerConfig((192, 16), (96, 16), types.uint4b8, BF16, 64, False, False)
+        kernel = linear.init_linear_kernel(config)
         kernel.process_weights_after_loading(layer)
         part = weight.shard(1, rank, 2)
         x = matrix(2, 96, rank).to(BF16)
@@ -190,17 +191,17 @@ def test_a_group_that_two_ranks_share_is_loaded_by_both():
 def test_fused_columns_and_replicated_heads():
     q, kv = matrix(32, 16, 1), matrix(16, 16, 2)
     for rank in range(4):  # four ranks, two key and value heads of 8 rows: each is held twice
-        p = field.ModelWeightParameter(torch.zeros(24, 16), tp_rank=rank, tp_size=4)
+        p = linear.ModelWeightParameter(torch.zeros(24, 16), tp_rank=rank, tp_size=4)
         p.load_qkv_weight(q, shard_id="q", shard_offset=0, shard_size=8, num_heads=2)
         p.load_qkv_weight(kv, shard_id="k", shard_offset=8, shard_size=8, num_heads=2)
         p.load_qkv_weight(kv + 1, shard_id="v", shard_offset=16, shard_size=8, num_heads=2)
         held = kv[8 * (rank // 2) : 8 * (rank // 2) + 8]
         assert torch.equal(p.data, torch.cat([q[8 * rank : 8 * rank + 8], held, held + 1]))
-    p = field.ModelWeightParameter(torch.zeros(24, 16), tp_rank=1, tp_size=2)
+    p = linear.ModelWeightParameter(torch.zeros(24, 16), tp_rank=1, tp_size=2)
     p.load_merged_column_weight(q, shard_offset=0, shard_size=16)
     p.load_merged_column_weight(kv, shard_offset=16, shard_size=8)
     assert torch.equal(p.data, torch.cat([q[16:], kv[8:]]))
-    scales = field.PerTensorScaleParameter(torch.zeros(3))
+    scales = linear.PerTensorScaleParameter(torch.zeros(3))
     for i, name in enumerate("qkv"):
         scales.load_qkv_weight(torch.tensor([float(i)]), shard_id=name)
     assert scales.data.tolist() == [0.0, 1.0, 2.0]
@@ -210,24 +211,24 @@ def test_block_scales_of_a_rank_that_starts_inside_a_block():
     scales = torch.arange(6.0).view(3, 2)  # 300 rows in blocks of 128
     parts = []
     for rank in range(2):
-        p = field.BlockScaleParameter(torch.zeros(2, 2), (128, 128), tp_rank=rank, tp_size=2)
+        p = linear.BlockScaleParameter(torch.zeros(2, 2), (128, 128), tp_rank=rank, tp_size=2)
         p.load_column_parallel_weight(scales, size=300)
         parts.append((p.data.tolist(), p.block_offset[0]))
     assert parts == [([[0, 1], [2, 3]], 0), ([[2, 3], [4, 5]], 22)]
 
 
-def test_three_bit_words_are_cut_where_codes_end():
-    words = torch.arange(2 * 12, dtype=torch.int32).view(2, 12)  # 128 codes of 3 bits a row
-    p = field.PackedParameter(torch.zeros(2, 6, dtype=torch.int32), 1, Fraction(32, 3), tp_rank=1, tp_size=2)
-    p.load_row_parallel_weight(words)
-    assert torch.equal(p.data, words[:, 6:])
-    p = field.PackedParameter(torch.zeros(2, 4, dtype=torch.int32), 1, Fraction(32, 3), tp_rank=1, tp_size=3)
-    with pytest.raises(InputError, match="inside a packed word"):
-        p.load_row_parallel_weight(words)
+def test_three_bit_codes_are_sharded_where_codes_end():
+    packed = torch.arange(2 * 12, dtype=torch.int32).view(2, 12)  # 128 codes of 3 bits per row
+    p = linear.PackedParameter(torch.zeros(2, 6, dtype=torch.int32), 1, Fraction(32, 3), tp_rank=1, tp_size=2)
+    p.load_row_parallel_weight(packed)
+    assert torch.equal(p.data, packed[:, 6:])
+    p = linear.PackedParameter(torch.zeros(2, 4, dtype=torch.int32), 1, Fraction(32, 3), tp_rank=1, tp_size=3)
+    with pytest.raises(InputError, match="inside a packed int32"):
+        p.load_row_parallel_weight(packed)
 
 
 def test_a_parameter_refuses_what_does_not_fit_or_would_be_rounded():
-    p = field.ModelWeightParameter(torch.zeros(4, 4, dtype=BF16))
+    p = linear.ModelWeightParameter(torch.zeros(4, 4, dtype=BF16))
     with pytest.raises(InputError, match="does not fit"):
         p.load_column_parallel_weight(torch.zeros(5, 4, dtype=BF16))
     with pytest.raises(InputError, match="rounded"):
@@ -235,64 +236,64 @@ def test_a_parameter_refuses_what_does_not_fit_or_would_be_rounded():
 
 
 def test_permuting_only_permutes():
-    p = field.PackedParameter(
+    p = linear.PackedParameter(
         torch.arange(12, dtype=torch.int32).view(2, 6), packed_dim=0, packed_factor=8, input_dim=0, output_dim=1
     )
     data = p.data.clone()
-    field.permute_param_layout_(p, input_dim=1, output_dim=0, packed_dim=1)
+    linear.permute_param_layout_(p, input_dim=1, output_dim=0, packed_dim=1)
     assert torch.equal(p.data, data.t()) and (p.input_dim, p.output_dim, p.packed_dim) == (1, 0, 1)
     assert p.data.data_ptr() == p.data.t().data_ptr()
-    with pytest.raises(InputError, match="no permutation"):
-        field.permute_param_layout_(p, input_dim=1, output_dim=0, packed_dim=0)
+    with pytest.raises(InputError, match="not a permutation"):
+        linear.permute_param_layout_(p, input_dim=1, output_dim=0, packed_dim=0)
 
 
 # ---- choosing ----------------------------------------------------------------------------------------------------------
 
-MP = field.MPLinearLayerConfig((4096, 4096), (4096, 4096), types.uint4b8, BF16, 128, False, False)
+MP = linear.MPLinearLayerConfig((4096, 4096), (4096, 4096), types.uint4b8, BF16, 128, False, False)
 
 
-def test_the_constructor_really_refuses():
+def test_the_constructor_refuses():
     with pytest.raises(ValueError, match="RowWiseTorchFP8ScaledMMLinearKernel cannot run this layer"):
-        field.RowWiseTorchFP8ScaledMMLinearKernel(MP)
-    config = field.FP8ScaledMMLinearLayerConfig(field.kFp8StaticTensorSym, field.kFp8StaticTensorSym, (64, 64), torch.int8)
+        linear.RowWiseTorchFP8ScaledMMLinearKernel(MP)
+    config = linear.FP8ScaledMMLinearLayerConfig(linear.kFp8StaticTensorSym, linear.kFp8StaticTensorSym, (64, 64), torch.int8)
     with pytest.raises(ValueError, match="output is a float"):
-        field.PerTensorTorchFP8ScaledMMLinearKernel(config)
+        linear.PerTensorTorchFP8ScaledMMLinearKernel(config)
 
 
 def test_choosing_answers_for_machines_that_are_not_here():
-    assert field.choose_mp_linear_kernel(MP, 90).__name__ == bitline.choose(MP.to_spec(), "cuda:sm90").best.name
-    assert issubclass(field.choose_mp_linear_kernel(MP, "rocm:gfx942"), field.MPLinearKernel)
+    assert linear.choose_mp_linear_kernel(MP, 90).__name__ == bitline.choose(MP.to_spec(), "cuda:sm90").best.name
+    assert issubclass(linear.choose_mp_linear_kernel(MP, "rocm:gfx942"), linear.MPLinearKernel)
     with pytest.raises(ValueError, match="Failed to find a kernel that can implement the WNA16 linear layer") as caught:
-        field.choose_mp_linear_kernel(MP, 90, Policy(disabled=frozenset(e.name for e in bitline.kernels.registry.entries())))
+        linear.choose_mp_linear_kernel(MP, 90, Policy(disabled=frozenset(e.name for e in bitline.kernels.registry.entries())))
     for entry in bitline.kernels.registry.entries():
         if not entry.kernel.families or "mp" in entry.kernel.families:
             assert entry.name in str(caught.value)
 
 
 def test_a_forced_kernel_that_cannot_is_a_warning(caplog):
-    config = field.Int8ScaledMMLinearLayerConfig(False, True, True, (64, 64))
+    config = linear.Int8ScaledMMLinearLayerConfig(False, True, True, (64, 64))
     with caplog.at_level(logging.WARNING, "bitline"):
-        kernel = field.choose_scaled_mm_linear_kernel(config, None, "cpu", force_kernel="PerTensorTorchFP8ScaledMMLinearKernel")
+        kernel = linear.choose_scaled_mm_linear_kernel(config, None, "cpu", force_kernel="PerTensorTorchFP8ScaledMMLinearKernel")
     assert kernel.__name__ != "PerTensorTorchFP8ScaledMMLinearKernel" and "was asked for and cannot" in caplog.text
-    forced = field.choose_scaled_mm_linear_kernel(config, None, "cpu", force_kernel="ReferenceLinearKernel")
+    forced = linear.choose_scaled_mm_linear_kernel(config, None, "cpu", force_kernel="ReferenceLinearKernel")
     assert forced.__name__ == "ReferenceLinearKernel"
-    only = field.choose_scaled_mm_linear_kernel(config, {"cpu": ["ReferenceLinearKernel"]}, "cpu")
+    only = linear.choose_scaled_mm_linear_kernel(config, {"cpu": ["ReferenceLinearKernel"]}, "cpu")
     assert only.__name__ == "ReferenceLinearKernel"
 
 
 def test_disabled_kernels_by_environment(monkeypatch):
-    name = field.choose_mp_linear_kernel(MP).__name__
+    name = linear.choose_mp_linear_kernel(MP).__name__
     monkeypatch.setenv("BITLINE_DISABLED_KERNELS", f" {name} , ")
-    assert field.choose_mp_linear_kernel(MP).__name__ != name
-    ok, reason = field.is_supported_and_can_implement_kernel(getattr(field, name), MP)
+    assert linear.choose_mp_linear_kernel(MP).__name__ != name
+    ok, reason = linear.is_supported_and_can_implement_kernel(getattr(linear, name), MP)
     assert not ok and "disabled" in reason
     monkeypatch.setenv("BITLINE_DISABLED_KERNELS", "NoSuchKernel")
     with pytest.raises((ValueError, NoKernelError), match="NoSuchKernel"):
-        field.choose_mp_linear_kernel(MP)
+        linear.choose_mp_linear_kernel(MP)
 
 
-class StrangersKernel(field.MPLinearKernel):
-    """Written for the field's protocol and for nothing of Bitline's."""
+class ThirdPartyKernel(linear.MPLinearKernel):
+    """Written for vLLM's protocol alone."""
 
     @classmethod
     def is_supported(cls, compute_capability=None):
@@ -320,29 +321,29 @@ class StrangersKernel(field.MPLinearKernel):
 
 
 @pytest.mark.parametrize("rank", ["first", "last"])
-def test_a_strangers_kernel_comes_first_or_last_and_runs(rank):
-    field.register_linear_kernel(StrangersKernel, "cpu", "mp", priority=rank)
+def test_a_foreign_kernel_ranks_first_or_last_and_runs(rank):
+    linear.register_linear_kernel(ThirdPartyKernel, "cpu", "mp", priority=rank)
     try:
         weight = quantized("W4A16", {"group_size": 32})
         choice = bitline.choose(weight.spec)
         runnable = [c.name for c in choice.candidates if c.verdict]
-        assert runnable[0 if rank == "first" else -1] == "StrangersKernel"
-        layer = bitline.QuantLinear(weight, kernel="StrangersKernel")
+        assert runnable[0 if rank == "first" else -1] == "ThirdPartyKernel"
+        layer = bitline.QuantLinear(weight, kernel="ThirdPartyKernel")
         x = matrix(3, 192, 1).to(BF16)
         assert torch.equal(layer(x), (x.float() @ weight.dequantize().t()).to(BF16))
         refused = bitline.choose(quantized("W4A16", {"group_size": 96}).spec)
-        assert next(c for c in refused.candidates if c.name == "StrangersKernel").verdict.reason == "group size"
-        assert field.StrangersKernel is StrangersKernel
+        assert next(c for c in refused.candidates if c.name == "ThirdPartyKernel").verdict.reason == "group size"
+        assert linear.ThirdPartyKernel is ThirdPartyKernel
         config = config_of(weight.spec, "mp")
-        assert (field.choose_mp_linear_kernel(config) is StrangersKernel) == (rank == "first")
+        assert (linear.choose_mp_linear_kernel(config) is ThirdPartyKernel) == (rank == "first")
     finally:
-        unregister_kernel("StrangersKernel")
+        unregister_kernel("ThirdPartyKernel")
 
 
 def test_registering_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match="kernel type"):
-        field.register_linear_kernel(StrangersKernel, "cpu", "w5a5")
+        linear.register_linear_kernel(ThirdPartyKernel, "cpu", "w5a5")
     with pytest.raises(ValueError, match="neither"):
-        field.register_linear_kernel(object, "cpu", "mp")
+        linear.register_linear_kernel(object, "cpu", "mp")
     with pytest.raises(AttributeError, match="NoSuchKernel"):
-        _ = field.NoSuchKernel
+        _ = linear.NoSuchKernel

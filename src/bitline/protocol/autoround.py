@@ -1,4 +1,4 @@
-"""The field's layer methods for AutoRound's checkpoints (Intel Neural Compressor's quant method): on Intel GPUs and by ARK."""
+"""vLLM's linear methods for AutoRound checkpoints (quant method "inc", Intel Neural Compressor): on Intel GPUs, and with ARK."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ from bitline.weight import QuantizedWeight
 
 @dataclass(frozen=True)
 class INCLayerConfig:
-    """What a method is made from: bits of a code, columns of a group (-1: a row), with or without zero points, and whether
-    codes are packed as AWQ does. Any object with these attributes will do."""
+    """The config of a layer; any object with these attributes works.
+
+    Attributes:
+        bits: Bits per code.
+        group_size: Columns per scale, -1 for one scale per row.
+        sym: Whether the weight has an implicit zero point.
+        is_awq: Whether the codes are packed as AWQ packs them.
+    """
 
     bits: int = 4
     group_size: int = 128
@@ -33,7 +39,14 @@ class INCLayerConfig:
 
 
 class INCXPULinearBase:
-    """Makes a layer's parameters, GPTQ- or AWQ-packed, and packs them for the kernel `impl`; a base of the methods."""
+    """Base class of the methods: creates GPTQ- or AWQ-packed parameters, and packs them for the kernel `impl`.
+
+    Args:
+        layer_config: An INCLayerConfig or an object with its attributes.
+
+    Raises:
+        InputError: For a config that the method does not support.
+    """
 
     impl: ClassVar[type[Kernel]]
 
@@ -42,9 +55,9 @@ class INCXPULinearBase:
         self.is_awq_packed = bool(getattr(layer_config, "is_awq", False))
         self.pack_factor = 32 // self.weight_bits
         if not isinstance(self.group_size, int) or self.group_size == 0:
-            raise InputError("a method has one group size", found=repr(self.group_size), expected="a positive number, or -1")
+            raise InputError("group_size must be -1 or positive", found=repr(self.group_size), expected="one integer")
         if self.is_awq_packed and self.weight_bits != 4:
-            raise InputError("AWQ packing is of 4 bits here", found=f"{self.weight_bits} bits", expected="4")
+            raise InputError("AWQ packing is supported for 4 bits", found=f"{self.weight_bits} bits", expected="4")
 
     def create_weights(
         self,
@@ -56,47 +69,70 @@ class INCXPULinearBase:
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Parameters qweight, scales, qzeros and g_idx of this rank's part, to be loaded from the checkpoint.
+        """Create the parameters of this rank's shard, to be loaded from the checkpoint.
 
-        qweight is int32 [K / f, N], or [K, N / f] as AWQ packs, f codes a word; scales [G, N]; qzeros int32 [G, N / f].
+        With f codes per int32: qweight int32 [K / f, N], or [K, N / f] for AWQ; scales [G, N]; qzeros int32 [G, N / f]; g_idx
+        int32 [K].
+
+        Args:
+            layer: The layer that gets the parameters.
+            input_size_per_partition: K of this rank's shard.
+            output_partition_sizes: N of each fused layer in this rank's shard.
+            input_size: K of the whole layer.
+            output_size: N of the whole layer.
+            params_dtype: dtype of the scales.
+            **extra_weight_attrs: weight_loader, kept on the parameters; others are ignored.
+
+        Raises:
+            InputError: Where the shard does not consist of whole int32s and groups.
         """
         k, n, f = input_size_per_partition, sum(output_partition_sizes), self.pack_factor
         group = k if self.group_size == -1 else self.group_size
         if k % f or n % f or k % group:
-            raise InputError("the layer is not made of whole words and groups", found=f"K {k}, N {n}, groups of {group}",
-                             expected=f"K and N in multiples of {f}, K of the group size")  # fmt: skip
+            raise InputError("the layer does not consist of whole int32s and groups", found=f"K {k}, N {n}, group size {group}",
+                             expected=f"K and N multiples of {f}, K of the group size")  # fmt: skip
         loader = extra_weight_attrs.get("weight_loader")
-        middle = int.from_bytes(bytes([0x88]) * 4, "little", signed=True) if self.weight_bits == 4 else 0
+        implicit_zeros = int.from_bytes(bytes([0x88]) * 4, "little", signed=True) if self.weight_bits == 4 else 0
         packed_dim = 1 if self.is_awq_packed else 0
         shape = (k, n // f) if self.is_awq_packed else (k // f, n)
         common: dict[str, Any] = {"input_dim": 0, "output_dim": 1, "weight_loader": loader}
         layer.qweight = PackedParameter(torch.zeros(shape, dtype=torch.int32), packed_dim, f, **common)
         layer.scales = GroupScaleParameter(torch.zeros(k // group, n, dtype=params_dtype), self.group_size, **common)
-        layer.qzeros = PackedParameter(torch.full((k // group, n // f), middle, dtype=torch.int32), 1, f, **common)
+        layer.qzeros = PackedParameter(torch.full((k // group, n // f), implicit_zeros, dtype=torch.int32), 1, f, **common)
         layer.g_idx = RowParameter((torch.arange(k) // group).int(), input_dim=0, weight_loader=loader)
 
     def weight(self, layer: nn.Module) -> QuantizedWeight:
-        """The canonical weight of a layer's loaded parameters. An InputError where columns are in another order, or where zero
-        points are not the middle although the config is symmetric: neither is ever ignored."""
+        """The canonical weight of a layer's loaded parameters.
+
+        Args:
+            layer: The layer, with its parameters loaded.
+
+        Raises:
+            InputError: For act-order (a non-trivial g_idx), and for stored zero points where the config is symmetric.
+        """
         scales: Any = layer.scales
-        words: Any = layer.qweight.data
-        words = self._convert_awq_qweight_to_gptq(words) if self.is_awq_packed else words
-        (groups, n), k = scales.shape, words.shape[0] * self.pack_factor
-        order: Any = layer.g_idx
-        if not torch.equal(order.data.cpu().long(), torch.arange(k) // (k // groups)):
-            raise InputError(
-                "the layer's columns are in another order (g_idx)", fix="read the checkpoint with bitline.load_model"
-            )
-        zero = self._zeros(layer, n)
-        width = self.weight_bits
+        qweight: Any = layer.qweight.data
+        qweight = self._convert_awq_qweight_to_gptq(qweight) if self.is_awq_packed else qweight
+        (groups, n), k = scales.shape, qweight.shape[0] * self.pack_factor
+        g_idx: Any = layer.g_idx
+        if not torch.equal(g_idx.data.cpu().long(), torch.arange(k) // (k // groups)):
+            raise InputError("the layer has act-order (g_idx)", fix="read the checkpoint with bitline.load_model")
+        zero = self._zero_points(layer, n)
         spec = LinearSpec(
-            n, k, types.unsigned(width, symmetric=zero is None), (1, k // groups), scale_dtype=scales.dtype,
+            n, k, types.unsigned(self.weight_bits, symmetric=zero is None), (1, k // groups), scale_dtype=scales.dtype,
             zero="none" if zero is None else "int", act_dtype=scales.dtype,
         )  # fmt: skip
-        return QuantizedWeight(spec, packed_int32.repack_gptq(words), scales.data.t().contiguous(), zero=zero)
+        return QuantizedWeight(spec, packed_int32.repack_gptq(qweight), scales.data.t().contiguous(), zero=zero)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Pack the parameters for the kernel, into buffers of the layer, and release them. Safe to call again."""
+        """Pack the parameters into buffers of the layer, and release them. Idempotent.
+
+        Args:
+            layer: The layer, with its parameters loaded.
+
+        Raises:
+            InputError: As `weight`, and where the kernel cannot run the layer.
+        """
         if hasattr(layer, "_bitline_spec"):
             return
         weight = self.weight(layer)
@@ -112,56 +148,82 @@ class INCXPULinearBase:
             parameter.data = parameter.data.new_empty(0)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] in the scales' dtype -> [..., N]."""
+        """Run the layer.
+
+        Args:
+            layer: The processed layer.
+            x: [..., K] in the scales' dtype.
+            bias: [N], or None.
+
+        Returns:
+            [..., N].
+
+        Raises:
+            InputError: Where the layer has not been processed, or x has another shape or dtype.
+        """
         key: Any = getattr(layer, "_bitline_spec", None)
         if key is None:
             raise InputError("the layer's weights have not been processed", fix="call process_weights_after_loading first")
         spec = LinearSpec.parse(key)
         if x.dtype != spec.act_dtype or x.dim() == 0 or x.shape[-1] != spec.k:
-            raise InputError("the layer got an input that it was not made for", found=f"{list(x.shape)} {x.dtype}",
+            raise InputError("the input does not fit the layer", found=f"{list(x.shape)} {x.dtype}",
                              expected=f"[..., {spec.k}] {spec.act_dtype}")  # fmt: skip
         names: Any = layer._bitline_names
-        rows = math.prod(x.shape[:-1])
-        y: Tensor = OP(x.reshape(rows, spec.k), [getattr(layer, n) for n in names], bias, self.impl.__name__, key)
+        m = math.prod(x.shape[:-1])
+        y: Tensor = OP(x.reshape(m, spec.k), [getattr(layer, n) for n in names], bias, self.impl.__name__, key)
         return y.view(*x.shape[:-1], spec.n)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`apply_weights` by the name that layers call."""
+        """`apply_weights`, by the name that vLLM's layers call."""
         return self.apply_weights(layer, x, bias)
 
     def _convert_awq_qweight_to_gptq(self, qw: Tensor) -> Tensor:
-        """AWQ's words [K, N / 8], their nibbles columns 0 2 4 6 1 3 5 7, to GPTQ's [K / 8, N]. No bit is lost."""
+        """AWQ's int32 [K, N / 8], with nibbles in column order 0 2 4 6 1 3 5 7, to GPTQ's [K / 8, N]; lossless."""
         rows = packed_int32.repack_awq(qw, qw.shape[1] * 8)
         return rows.view(torch.int32).t().contiguous()
 
-    def _zeros(self, layer: nn.Module, n: int) -> Tensor | None:
-        """uint8 [N, G], or None for a symmetric layer."""
-        words: Any = layer.qzeros
-        half = 1 << (self.weight_bits - 1)
-        stored = packed_int32.unpack_zero_points(words.data, self.weight_bits, n, interleaved=self.is_awq_packed)
+    def _zero_points(self, layer: nn.Module, n: int) -> Tensor | None:
+        """Zero points, uint8 [N, G]; None for a symmetric layer."""
+        qzeros: Any = layer.qzeros
+        implicit_zero = 1 << (self.weight_bits - 1)
+        stored = packed_int32.unpack_zero_points(qzeros.data, self.weight_bits, n, interleaved=self.is_awq_packed)
         if not self.sym:
-            return stored if self.is_awq_packed else (stored + 1) & ((1 << self.weight_bits) - 1)  # GPTQ v1 stores one less
-        allowed = (half,) if self.is_awq_packed else (half - 1, half)
+            return stored if self.is_awq_packed else (stored + 1) & ((1 << self.weight_bits) - 1)  # GPTQ v1 stores zero - 1
+        allowed = (implicit_zero,) if self.is_awq_packed else (implicit_zero - 1, implicit_zero)
         if not any(bool((stored == value).all()) for value in (*allowed, 0)):
-            raise InputError("the config says that there are no zero points, but qzeros hold some", tensor="qzeros",
-                             found=f"{int(stored.min())}..{int(stored.max())}", expected=f"{half} everywhere")  # fmt: skip
+            raise InputError("the config is symmetric, but qzeros hold zero points", tensor="qzeros",
+                             found=f"{int(stored.min())}..{int(stored.max())}", expected=f"only {implicit_zero}")  # fmt: skip
         return None
 
 
 class INCXPULinearMethod(INCXPULinearBase):
-    """W4A16 on Intel GPUs by `XPUwNa16LinearKernel`; symmetric."""
+    """Symmetric W4A16 on Intel GPUs, on `XPUwNa16LinearKernel`.
+
+    Args:
+        layer_config: An INCLayerConfig or an object with its attributes.
+
+    Raises:
+        InputError: For another width, or zero points.
+    """
 
     impl = XPUwNa16LinearKernel
 
     def __init__(self, layer_config: Any) -> None:
         super().__init__(layer_config)
         if self.weight_bits != 4 or not self.sym:
-            raise InputError("this method is for symmetric 4-bit weights", found=f"{self.weight_bits} bits, sym={self.sym}",
+            raise InputError("INCXPULinearMethod takes symmetric 4-bit weights", found=f"{self.weight_bits} bits, sym={self.sym}",
                              expected="4 bits, sym=True", fix="let bitline choose a kernel: bitline.load_model")  # fmt: skip
 
 
 class INCARKLinearMethod(INCXPULinearBase):
-    """2, 4 and 8 bits with and without zero points on a CPU by `ArkWNA16LinearKernel`. Raises ImportError without ARK."""
+    """2-, 4- and 8-bit weights, symmetric or with zero points, on `ArkWNA16LinearKernel` (AutoRound's kernels).
+
+    Args:
+        layer_config: An INCLayerConfig or an object with its attributes.
+
+    Raises:
+        ImportError: Where ARK is not installed or has no backend library.
+    """
 
     impl = ArkWNA16LinearKernel
 

@@ -1,4 +1,4 @@
-"""A kernel that somebody wrote for the field's protocol alone, as one that `choose` can rank and a QuantLinear can run."""
+"""Foreign kernels: third-party classes written for vLLM's protocol alone, as kernels that `choose` ranks and QuantLinear runs."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from bitline.weight import QuantizedWeight
 
 
 def config_of(spec: LinearSpec, family: str) -> configs.Config | None:
-    """The config of a spec; None where the family's config cannot say what the spec says."""
-    plain = spec.block_offset == (0, 0) and not spec.ragged and spec.zero != "float" and not spec.input_multiplier
-    shape = (spec.n, spec.k)
-    made: Any = None
-    if not plain:
+    """The layer config of a spec; None where the family's config cannot express the spec."""
+    if spec.block_offset != (0, 0) or spec.ragged or spec.zero == "float" or spec.input_multiplier:
         return None
-    if family == "mp":
-        made = configs.MPLinearLayerConfig(
-            (spec.k, spec.n), (spec.k, spec.n), spec.weight, spec.act_dtype, spec.group_size, spec.zero == "int", spec.act_order
-        )
-    elif family == "int8" and spec.act is not None:
-        made = configs.Int8ScaledMMLinearLayerConfig(
-            not spec.act.dynamic, spec.block[0] == 1, spec.act.symmetric, shape, spec.act_dtype
-        )
-    elif family in ("fp8", "fp8_block"):
-        made = configs.FP8ScaledMMLinearLayerConfig(_weight_key(spec), _act_key(spec.act), shape, spec.act_dtype)
-    elif family in ("nvfp4", "mxfp4", "mxfp8"):
-        kind: Any = {
-            "nvfp4": configs.NvFp4LinearLayerConfig, "mxfp4": configs.MxFp4LinearLayerConfig,
-            "mxfp8": configs.Mxfp8LinearLayerConfig,
-        }[family]  # fmt: skip
-        made = kind(shape, spec.act_dtype, spec.act is None)
-    if made is None or configs.family_of(made) != family:
+    config = _make_config(spec, family)
+    if config is None or configs.family_of(config) != family:
         return None
     try:
-        back = made.to_spec()
+        round_trip = config.to_spec()
     except ValueError:
         return None
-    return made if back == spec.replace(scale_dtype=back.scale_dtype, bias=False) else None
+    return config if round_trip == spec.replace(scale_dtype=round_trip.scale_dtype, bias=False) else None
+
+
+def _make_config(spec: LinearSpec, family: str) -> configs.Config | None:
+    shape = (spec.n, spec.k)
+    if family == "mp":
+        return configs.MPLinearLayerConfig(
+            (spec.k, spec.n), (spec.k, spec.n), spec.weight, spec.act_dtype, spec.group_size, spec.zero == "int", spec.act_order
+        )
+    if family == "int8" and spec.act is not None:
+        return configs.Int8ScaledMMLinearLayerConfig(
+            not spec.act.dynamic, spec.block[0] == 1, spec.act.symmetric, shape, spec.act_dtype
+        )
+    if family in ("fp8", "fp8_block"):
+        return configs.FP8ScaledMMLinearLayerConfig(_weight_key(spec), _act_key(spec.act), shape, spec.act_dtype)
+    block_scaled: Any = {
+        "nvfp4": configs.NvFp4LinearLayerConfig, "mxfp4": configs.MxFp4LinearLayerConfig, "mxfp8": configs.Mxfp8LinearLayerConfig,
+    }  # fmt: skip
+    return block_scaled[family](shape, spec.act_dtype, spec.act is None) if family in block_scaled else None
 
 
 def _weight_key(spec: LinearSpec) -> configs.QuantKey:
@@ -76,29 +76,39 @@ def _act_key(act: ActSpec | None) -> configs.QuantKey | None:
 
 
 def write_layer(weight: QuantizedWeight, family: str) -> nn.Module:
-    """A layer whose parameters hold the weight in the family's usual form (compressed-tensors'): the inverse of `read_layer`."""
+    """A layer whose parameters hold the weight in compressed-tensors' layout of the family: the inverse of `read_layer`."""
+    return _mixed_precision_layer(weight) if family == "mp" else _scaled_layer(weight, family)
+
+
+def _mixed_precision_layer(weight: QuantizedWeight) -> nn.Module:
+    """weight_packed int32 [N, K / f], weight_scale [N, G], weight_zero_point int32 [N / f, G] and weight_g_idx."""
     layer, s = nn.Module(), weight.spec
-    if family == "mp":
-        codes = weight.codes.contiguous().view(torch.int32)
-        factor = 32 // s.weight.bits
-        layer.weight_packed = PackedParameter(codes, packed_dim=1, packed_factor=factor)
-        layer.weight_scale = GroupScaleParameter(weight.scale.clone(), s.group_size)
-        if weight.zero is not None:
-            packed = bitstream.pack(weight.zero.t().contiguous(), s.weight.bits).view(torch.int32).t().contiguous()
-            layer.weight_zero_point = PackedParameter(packed, packed_dim=0, packed_factor=factor)
-        if weight.perm is not None:
-            g_idx = torch.empty(s.k, dtype=torch.int32, device=weight.device)
-            g_idx[weight.perm.long()] = weight.column_groups().int()
-            layer.weight_g_idx = RowParameter(g_idx)
-        return layer
-    own = getattr(torch, s.weight.name, torch.uint8)
-    dtype = {"int8": torch.int8, "fp8": own, "fp8_block": own, "mxfp8": own}.get(family, torch.uint8)
+    pack_factor = 32 // s.weight.bits
+    codes = weight.codes.contiguous().view(torch.int32)
+    layer.weight_packed = PackedParameter(codes, packed_dim=1, packed_factor=pack_factor)
+    layer.weight_scale = GroupScaleParameter(weight.scale.clone(), s.group_size)
+    if weight.zero is not None:
+        packed = bitstream.pack(weight.zero.t().contiguous(), s.weight.bits).view(torch.int32).t().contiguous()
+        layer.weight_zero_point = PackedParameter(packed, packed_dim=0, packed_factor=pack_factor)
+    if weight.perm is not None:
+        g_idx = torch.empty(s.k, dtype=torch.int32, device=weight.device)
+        g_idx[weight.perm.long()] = weight.column_groups().int()
+        layer.weight_g_idx = RowParameter(g_idx)
+    return layer
+
+
+def _scaled_layer(weight: QuantizedWeight, family: str) -> nn.Module:
+    """weight [N, K] or packed uint8 [N, K / 2], weight_scale, and the global and static input scales of the family."""
+    layer, s = nn.Module(), weight.spec
+    element = getattr(torch, s.weight.name, torch.uint8)
+    dtype = {"int8": torch.int8, "fp8": element, "fp8_block": element, "mxfp8": element}.get(family, torch.uint8)
     layer.weight = ModelWeightParameter(weight.codes.contiguous().view(dtype))
     if family == "fp8_block":
         layer.weight_scale = BlockScaleParameter(weight.scale.clone(), s.block)
     elif family in ("int8", "fp8") and s.block[1] >= s.k:
-        make: Any = ChannelScaleParameter if s.block[0] == 1 else PerTensorScaleParameter
-        layer.weight_scale = make(weight.scale.clone() if s.block[0] == 1 else weight.scale.reshape(1).clone())
+        per_channel = s.block[0] == 1
+        scale = weight.scale.clone() if per_channel else weight.scale.reshape(1).clone()
+        layer.weight_scale = ChannelScaleParameter(scale) if per_channel else PerTensorScaleParameter(scale)
     else:
         scale = weight.scale.view(torch.uint8) if s.scale_dtype == torch.float8_e8m0fnu else weight.scale
         layer.weight_scale = GroupScaleParameter(scale.clone(), s.block[1])
@@ -111,23 +121,27 @@ def write_layer(weight: QuantizedWeight, family: str) -> nn.Module:
     return layer
 
 
-def _ask(question: Callable[..., Any], *about: Any) -> Any:
-    """The answer; where a stranger raises instead, a refusal with what it said: it must not take every choice down."""
+def _answer(question: Callable[..., Any], *arguments: Any) -> Any:
+    """A foreign kernel's answer; a refusal where it raises, so that its defect cannot break selection."""
     try:
-        return question(*about)
+        return question(*arguments)
     except Exception as error:
         return False, f"{type(error).__name__}: {error}"
 
 
-def _verdict(answer: Any, otherwise: str) -> Verdict:
+def _verdict(answer: Any, default_reason: str) -> Verdict:
     ok, reason = answer if isinstance(answer, tuple | Verdict) else (answer, None)
-    return YES if ok else no(str(reason or otherwise))
+    return YES if ok else no(str(reason or default_reason))
 
 
-class Outside(Kernel):
-    """Base of what `wrap` makes: a layer is written in the family's form, processed by the stranger, and kept as tensors."""
+class ForeignKernel(Kernel):
+    """Base of the classes of `wrap_foreign_kernel`.
 
-    layer_kernel: Any
+    `pack` writes the weight into a layer in the family's layout, has the foreign kernel process it, and keeps its tensors. rank:
+    "first", "last" or a priority, see `register_linear_kernel`.
+    """
+
+    protocol_class: Any
     family: str
     rank: int | str
     deterministic = None
@@ -135,76 +149,81 @@ class Outside(Kernel):
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
-        """What the kernel says of the platform's compute capability, and of the least that it names."""
-        least = _ask(cls.layer_kernel.get_min_capability)
-        if isinstance(least, int) and 0 < platform.capability < least:
-            return no(f"needs compute capability {least}; this is {platform.capability}", f"cuda:sm{least}")
-        return _verdict(_ask(cls.layer_kernel.is_supported, platform.capability or None), "it refuses this machine")
+        """The foreign kernel's minimum capability, and its answer about the platform's compute capability."""
+        minimum = _answer(cls.protocol_class.get_min_capability)
+        if isinstance(minimum, int) and 0 < platform.capability < minimum:
+            return no(f"needs compute capability {minimum}; this is {platform.capability}", f"cuda:sm{minimum}")
+        return _verdict(_answer(cls.protocol_class.is_supported, platform.capability or None), "it refuses this machine")
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """What the kernel says of the config, where the family's config can say what the spec says."""
+        """The foreign kernel's answer about the layer's config, where the family's config can express the spec."""
         config = config_of(spec, cls.family)
         if config is None:
-            return no(f"a layer of the {cls.family} family cannot be described so")
+            return no(f"the {cls.family} family's config cannot express this layer")
         if cls.family == "mp" and (
             spec.k * spec.weight.bits % 32 or (spec.zero == "int" and spec.n * spec.weight.bits % 32) or 32 % spec.weight.bits
         ):
-            return no("its codes do not fill whole words", "2, 4 or 8 bits, K and N in whole words")
-        return _verdict(_ask(cls.layer_kernel.can_implement, config), "it refuses this layer")
+            return no("its codes do not fill int32s", "2, 4 or 8 bits, K and N multiples of the pack factor")
+        return _verdict(_answer(cls.protocol_class.can_implement, config), "it refuses this layer")
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """Every tensor that the layer holds once the kernel has processed it."""
+        """The tensors of a layer that the foreign kernel has processed."""
         layer = write_layer(weight, cls.family)
-        cls._kernel(weight.spec).process_weights_after_loading(layer)
+        cls._instance(weight.spec).process_weights_after_loading(layer)
         tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
         tensors |= {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
-        plain = {
+        attributes = {
             name: value
             for name, value in vars(layer).items()
             if not name.startswith("_") and name not in tensors and name != "training"
         }
-        cls._kept[weight.spec.key] = (tuple(tensors), plain)
+        cls._layer_state[weight.spec.key] = (tuple(tensors), attributes)
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """See Kernel.apply."""
-        names, plain = cls._kept[spec.key]
+        names, attributes = cls._layer_state[spec.key]
         layer = nn.Module()
         for name, tensor in zip(names, packed, strict=True):
             object.__setattr__(layer, name, tensor)
-        for name, value in plain.items():
+        for name, value in attributes.items():
             object.__setattr__(layer, name, value)
-        out: Tensor = cls._kernel(spec).apply_weights(layer, x, bias)
+        out: Tensor = cls._instance(spec).apply_weights(layer, x, bias)
         return out
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """The protocol knows no costs: by its rank just below the best of the others, just above the worst, or the best's own."""
+        """By rank just below the lowest cost of all other kernels, just above the highest, or the lowest.
+
+        The protocol itself has no costs.
+        """
         others = [e.kernel.cost(spec, platform, m) for e in registry.entries()
-                  if not issubclass(e.kernel, Outside) and platform.vendor in e.platforms and e.kernel.is_supported(platform)
+                  if not issubclass(e.kernel, ForeignKernel)
+                  and platform.vendor in e.platforms and e.kernel.is_supported(platform)
                   and spec.act_dtype in e.kernel.act_dtypes and e.kernel.can_implement(spec)]  # fmt: skip
         if not others:
             return roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=matmul_rate(spec, platform))
         return {"first": 0.99 * min(others), "last": 1.01 * max(others)}.get(str(cls.rank), min(others))
 
-    _kept: dict[str, tuple[tuple[str, ...], dict[str, Any]]]
-    _made: dict[str, Any]
+    _layer_state: dict[str, tuple[tuple[str, ...], dict[str, Any]]]  # spec key -> tensor names and other attributes of its layer
+    _instances: dict[str, Any]  # spec key -> instance of protocol_class
 
     @classmethod
-    def _kernel(cls, spec: LinearSpec) -> Any:
-        made = cls._made.get(spec.key)
-        if made is None:
+    def _instance(cls, spec: LinearSpec) -> Any:
+        instance = cls._instances.get(spec.key)
+        if instance is None:
             names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx") if cls.family == "mp" else ()
-            made = cls._made[spec.key] = cls.layer_kernel(config_of(spec, cls.family), *names)
-        return made
+            instance = cls._instances[spec.key] = cls.protocol_class(config_of(spec, cls.family), *names)
+        return instance
 
 
-def wrap(kernel_class: type[LinearKernel], family: str, rank: int | str) -> type[Kernel]:
-    """The kernel class of a protocol class, under its name."""
-    return type(kernel_class.__name__, (Outside,), {
-        "__module__": kernel_class.__module__, "__doc__": kernel_class.__doc__, "layer_kernel": kernel_class, "family": family,
-        "families": (family,), "rank": rank, "backend": getattr(kernel_class, "backend", "plugin"), "_kept": {}, "_made": {},
+def wrap_foreign_kernel(protocol_class: type[LinearKernel], family: str, rank: int | str) -> type[Kernel]:
+    """A Kernel subclass, of the same name, over a class of the protocol."""
+    return type(protocol_class.__name__, (ForeignKernel,), {
+        "__module__": protocol_class.__module__, "__doc__": protocol_class.__doc__, "protocol_class": protocol_class,
+        "family": family, "families": (family,), "rank": rank, "backend": getattr(protocol_class, "backend", "plugin"),
+        "_layer_state": {}, "_instances": {},
     })  # fmt: skip

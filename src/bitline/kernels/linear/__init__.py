@@ -1,4 +1,4 @@
-"""The field's names: the kernel protocol, its configs and parameters, the choosing functions, and every kernel by its name."""
+"""vLLM's kernel protocol under vLLM's names: configs, parameters, selection functions, and every kernel class by its name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from bitline.kernels import registry
 from bitline.kernels.providers.ark import get_ark_state
 from bitline.protocol import zentorch as zentorch  # zentorch layer class
+from bitline.protocol.adapter import protocol_class_by_name
 from bitline.protocol.autoround import INCARKLinearMethod, INCLayerConfig, INCXPULinearBase, INCXPULinearMethod
 from bitline.protocol.choosing import (
     choose_linear_kernel,
@@ -47,7 +48,6 @@ from bitline.protocol.layer_kernel import (
     MxFp4LinearKernel,
     Mxfp8LinearKernel,
     NvFp4LinearKernel,
-    by_name,
 )
 from bitline.protocol.parameters import (
     BitlineParameter,
@@ -162,7 +162,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if any(entry.name == name for entry in registry.entries()):
-        return by_name(name)
+        return protocol_class_by_name(name)
     raise AttributeError(f"module 'bitline.kernels.linear' has no attribute {name!r}")
 
 

@@ -1,9 +1,9 @@
-"""An engine's own layers, method by method, on the producers' checkpoints: fused, sharded, on every kernel that runs here."""
+"""A serving engine's layers, method by method, on producers' checkpoints: fused, sharded, on every kernel that runs here."""
 
 from dataclasses import replace
 from pathlib import Path
 
-import field_methods as engine
+import protocol_methods as engine
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,7 +12,7 @@ import bitline
 from bitline.errors import InputError
 from bitline.kernels import registry
 from bitline.platform import Platform
-from bitline.protocol.layer_kernel import layer_kernel
+from bitline.protocol.adapter import protocol_class
 from bitline.protocol.layer_reader import read_layer
 from bitline.testing.tolerance import compare
 
@@ -41,7 +41,7 @@ CASES = {
     "ct_mxfp4a16": ("mxfp4", engine.MX, {}),
     "ct_mxfp8": ("mxfp8", engine.MX, {"bits": 8}),
 }
-APART = ("ctold_w4_g32_sym_actorder_group",)  # each of the fused layers has its own order of columns
+UNFUSABLE = ("ctold_w4_g32_sym_actorder_group",)  # each of the fused layers has its own g_idx
 QKV = {"q": "model.layers.0.self_attn.q_proj", "k": "model.layers.0.self_attn.k_proj", "v": "model.layers.0.self_attn.v_proj"}
 DOWN = {"down": "model.layers.0.mlp.down_proj"}
 
@@ -52,14 +52,14 @@ def tensors(case, prefix):
 
 
 def made(case, kind, rank, world, kernel=None, heads=2):
-    """A loaded layer and, for each fused part, (rows of the layer, the canonical weight that they should be)."""
+    """A loaded layer and, for each fused layer, (its rows, the canonical weight that they should be)."""
     _, method, options = CASES[case]
     names = DOWN if kind == "row" else QKV
     canonical = {part: bitline.open_checkpoint(FIXTURES / case).layer(name).weight().with_act_dtype(BF16)
                  for part, name in names.items()}  # fmt: skip
     replicas = max(1, world // heads) if kind == "qkv" else 1
-    cut = {part: (world // replicas, rank // replicas) if part in "kv" else (world, rank) for part in names}
-    rows = {part: w.spec.n // (1 if kind == "row" else cut[part][0]) for part, w in canonical.items()}
+    shards = {part: (world // replicas, rank // replicas) if part in "kv" else (world, rank) for part in names}
+    rows = {part: w.spec.n // (1 if kind == "row" else shards[part][0]) for part, w in canonical.items()}
     layer = engine.Linear(method(kernel, **options), next(iter(canonical.values())).spec.k, rows, kind, rank, world, replicas)
     for part, prefix in names.items():
         for name, tensor in tensors(case, prefix).items():
@@ -67,14 +67,14 @@ def made(case, kind, rank, world, kernel=None, heads=2):
                 layer.load(method.renamed.get(name, name), tensor, part)
     parts, at = [], 0
     for part, weight in canonical.items():
-        share = weight.shard(1 if kind == "row" else 0, cut[part][1], cut[part][0])
-        parts.append((slice(at, at + rows[part]), share))
+        shard = weight.shard(1 if kind == "row" else 0, shards[part][1], shards[part][0])
+        parts.append((slice(at, at + rows[part]), shard))
         at += rows[part]
     return layer, shared_input(parts)
 
 
 def shared_input(parts):
-    """Fused layers share one static input: the range that covers all of theirs."""
+    """Fused layers have one static activation scale: the range that covers all of theirs."""
     weights = [w for _, w in parts]
     if weights[0].input_scale is None:
         return parts
@@ -102,7 +102,7 @@ def check(layer, parts, m=5):
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_layers_of_every_rank(case, world, kind):
-    if case in APART and kind == "qkv":
+    if case in UNFUSABLE and kind == "qkv":
         with pytest.raises(InputError, match="fused layers share this parameter"):
             made(case, kind, 0, world)
         return
@@ -132,9 +132,9 @@ def kernels_here():
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_kernel_that_can_runs_the_same_layer_and_releases_its_sources(case):
-    family, ran, kind = CASES[case][0], [], "row" if case in APART else "qkv"
+    family, ran, kind = CASES[case][0], [], "row" if case in UNFUSABLE else "qkv"
     for entry in kernels_here():
-        kernel = layer_kernel(entry.kernel, family)
+        kernel = protocol_class(entry.kernel, family)
         layer, parts = made(case, kind, 1, 2)
         layer.method.process(layer)
         weight = read_layer(layer, layer.method.kernel.config, layer.method.kernel.names)
@@ -146,7 +146,7 @@ def test_every_kernel_that_can_runs_the_same_layer_and_releases_its_sources(case
         layer.method.process(layer, free_source=True)
         assert torch.equal(layer(x), y)
         held = {name for name, p in layer.named_parameters() if p.numel()}
-        assert held <= {"input_global_scale"}, held  # which the method keeps for itself
+        assert held <= {"input_global_scale"}, held  # a parameter of the method, not of the kernel
         layer.method.process(layer)
         assert torch.equal(layer(x), y)
         ran.append(entry.name)
