@@ -42,7 +42,7 @@ from torch import Tensor
 
 import bitline
 from bitline import memory as bitline_memory
-from bitline.formats.gguf.blocks import SIZES
+from bitline.formats.gguf.ggml_types import BLOCK_SIZES
 from bitline.kernels import registry
 
 SHAPES = {
@@ -98,7 +98,7 @@ def _nvfp4(n: int, k: int) -> dict[str, Tensor]:
 
 def _blocks(kind: str, n: int, k: int) -> np.ndarray:
     """Rows of random GGUF blocks with moderate float16 scales where the type has them."""
-    size, nbytes = SIZES[kind]
+    size, nbytes = BLOCK_SIZES[kind]
     raw = _random(n, k // size, nbytes, dtype=torch.uint8)
     for at in GGUF_SCALES[kind]:
         raw[..., at : at + 2] = _scales(n, k // size, 1).view(torch.uint8)

@@ -18,8 +18,9 @@ import torch
 
 from bitline import bitstream, memory, native, types
 from bitline.formats.common import packed_int32
-from bitline.formats.gguf.blocks import BLOCKS, Planes
-from bitline.formats.gguf.blocks import SIZES as BLOCK_SIZES
+from bitline.formats.gguf.block_codes import BitPlanes
+from bitline.formats.gguf.blocks import BLOCKS
+from bitline.formats.gguf.ggml_types import BLOCK_SIZES
 from bitline.kernels.cpu.native_cpu import OP
 from bitline.kernels.cpu.native_cpu import CPUWNA16LinearKernel as Kernel
 from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
@@ -117,14 +118,14 @@ def repacking(r: random.Random) -> None:
 
 
 def gguf(r: random.Random) -> None:
-    for kind in (kind for kind in BLOCKS.values() if isinstance(kind.codes, Planes)):
+    for kind in (kind for kind in BLOCKS.values() if isinstance(kind.codes, BitPlanes)):
         size = next(found for name, found in BLOCK_SIZES.items() if BLOCKS.get(name) is kind)[1]
         for rows in r.sample(SIZES, 3):
             count = r.choice((1, 2, 3, 5))
             blocks = random_bytes(rows, count * size).view(rows, count, size)
             k = count * kind.codes.size
             out = empty(rows, bitstream.row_bytes(k, kind.codes.bits), dtype=torch.uint8)
-            assert kind.codes.read(blocks, out) and torch.equal(out, kind.codes(blocks))
+            assert kind.codes.repack_native(blocks, out) and torch.equal(out, kind.codes(blocks))
 
 
 INT4 = (types.uint4b8, types.uint4, types.uint3b4, types.uint2, types.uint8b128, types.uint8, types.int4, types.int8,

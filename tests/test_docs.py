@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import bitline
 import bitline.kernels.linear
 import bitline.testing
-from bitline import checkpoint
+from bitline.formats import discovery
 from bitline.kernels import registry
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def test_toy_kernel_of_the_guide_passes_conformance_and_is_chosen():
 
 
 def test_toy_format_of_the_guide_reads_and_refuses(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_registered", [])
+    monkeypatch.setattr(discovery, "registered", [])
     scope: dict = {}
     exec(compile(python_blocks("adding-a-format.md")[0], "adding-a-format.md", "exec"), scope)
     bitline.register_format(scope["ToyReader"])

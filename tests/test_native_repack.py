@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from bitline import bitstream, memory, native, types
 from bitline.formats.common import packed_int32
 from bitline.formats.gguf import blocks as gguf_blocks
+from bitline.formats.gguf.block_codes import BitPlanes
+from bitline.formats.gguf.ggml_types import BLOCK_SIZES
 from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
 from bitline.rtn import quantize
 from bitline.testing.generators import random_weight
@@ -227,18 +229,18 @@ print(int4_packing.layout().block, all(torch.equal(found[k], expected[k]) for k 
     assert equal == "True" and block in ("32", "64")
 
 
-IN_PLANES = [kind for kind, block in gguf_blocks.BLOCKS.items() if isinstance(block.codes, gguf_blocks.Planes)]
+IN_PLANES = [kind for kind, block in gguf_blocks.BLOCKS.items() if isinstance(block.codes, BitPlanes)]
 
 
 @pytest.mark.parametrize("kind", IN_PLANES)
 @pytest.mark.parametrize(("n", "count"), [(1, 1), (3, 5), (70, 9)])
 def test_block_codes(kind, n, count):
-    nbytes, planes = gguf_blocks.SIZES[kind][1], gguf_blocks.BLOCKS[kind].codes
+    nbytes, planes = BLOCK_SIZES[kind][1], gguf_blocks.BLOCKS[kind].codes
     wide = torch.randint(256, (n, count + 2, nbytes), generator=generator(n), dtype=torch.uint8)
     for blocks in (wide, wide[:, 1:-1]):  # rows beside each other, and further apart
         expected = planes(blocks)
         out = torch.zeros_like(expected)
-        assert planes.read(blocks, out)
+        assert planes.repack_native(blocks, out)
         assert torch.equal(out, expected)
     with torch_alone():
-        assert not planes.read(wide, out)
+        assert not planes.repack_native(wide, out)

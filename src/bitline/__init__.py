@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bitline.version import __version__
 
 if TYPE_CHECKING:
-    from bitline.checkpoint import Checkpoint, open_checkpoint, register_format
+    from bitline.checkpoint import Checkpoint, open_checkpoint
     from bitline.conversion import ConversionReport, convert
     from bitline.errors import (
         BitlineError,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PlatformError,
         WeightError,
     )
+    from bitline.formats.discovery import register_format
     from bitline.kernels.base import Kernel
     from bitline.kernels.registry import register_kernel
     from bitline.linear import QuantLinear
@@ -34,12 +35,13 @@ if TYPE_CHECKING:
     from bitline.weight import QuantizedWeight
 
 _EXPORTS = {
-    "bitline.checkpoint": ("Checkpoint", "open_checkpoint", "register_format"),
+    "bitline.checkpoint": ("Checkpoint", "open_checkpoint"),
     "bitline.conversion": ("ConversionReport", "convert"),
     "bitline.errors": (
         "BitlineError", "CheckpointError", "ConversionError", "InputError", "NoKernelError", "OutOfMemoryError", "PlatformError",
         "WeightError",
     ),
+    "bitline.formats.discovery": ("register_format",),
     "bitline.kernels.base": ("Kernel",),
     "bitline.kernels.registry": ("register_kernel",),
     "bitline.linear": ("QuantLinear",),

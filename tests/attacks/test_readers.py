@@ -21,7 +21,7 @@ from bases import FAMILIES, LAYER, write
 from safetensors.torch import save_file
 
 from bitline import CheckpointError, formats, open_checkpoint
-from bitline.checkpoint import NOT_YET
+from bitline.checkpoint import UNSUPPORTED_METHODS
 from bitline.formats.io.safetensors_source import SafetensorsSource
 
 CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "checkpoints"
@@ -106,7 +106,7 @@ def test_no_config_is_anyones_twice(tmp_path):
     assert found["auto-round", "int", "mx_fp"] == found["gguf", None, None] == []
 
 
-@pytest.mark.parametrize("method", [*NOT_YET, "gguf", "made-up", "GPTQ-like", "", "none of these"])
+@pytest.mark.parametrize("method", [*UNSUPPORTED_METHODS, "gguf", "made-up", "GPTQ-like", "", "none of these"])
 def test_what_no_reader_takes(method, tmp_path):
     """The error names the method, where it is said, who could have read it and what to do."""
     config = {"quant_method": method} | (
@@ -119,7 +119,7 @@ def test_what_no_reader_takes(method, tmp_path):
     assert not claims(SafetensorsSource(tmp_path))
     assert error.file == str(tmp_path / "config.json") and repr(method.lower()) in error.found
     assert error.field == ("packing_format" if "packing_format" in config else "quant_method") and error.found in text
-    assert ("not supported yet [" in text) == (method in NOT_YET)
+    assert ("not supported yet [" in text) == (method in UNSUPPORTED_METHODS)
     assert all(f" {reader.name}" in error.expected.replace(",", "") for reader in readers())
     assert "register_format" in error.fix
 

@@ -24,7 +24,7 @@ from outcomes import guarded, outcome, put, room, says_where, scratch, within
 
 import bitline
 from bitline import CheckpointError, checkpoint, formats
-from bitline.formats.gguf.reader import GGUFSource
+from bitline.formats.gguf.source import GGUFSource
 from bitline.formats.gptq_awq.gptq import GPTQReader
 from bitline.formats.io import mapped_file
 from bitline.formats.io.safetensors_source import SafetensorsSource

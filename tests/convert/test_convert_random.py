@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import bitline
-from bitline import checkpoint, types
+from bitline import types
 from bitline.conversion import TARGETS
 from bitline.errors import ConversionError
+from bitline.formats import discovery
 from bitline.formats.base import LayerRecord
 from bitline.formats.quant_config import quantization_config
 from bitline.testing.generators import random_spec, random_weight
@@ -41,8 +42,8 @@ class MemoryReader:
 
 def attempt(weights, to, **how):
     """The report of a conversion of these weights, or the reasons of its refusal."""
-    known = list(checkpoint._registered)
-    checkpoint._registered[:] = [MemoryReader(weights)]
+    known = list(discovery.registered)
+    discovery.registered[:] = [MemoryReader(weights)]
     try:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "source"
@@ -58,7 +59,7 @@ def attempt(weights, to, **how):
             finally:
                 assert sorted(p.name for p in Path(folder).iterdir()) in (["source"], sorted(["source", result.name]))
     finally:
-        checkpoint._registered[:] = known
+        discovery.registered[:] = known
 
 
 @settings(max_examples=100, deadline=None)
@@ -142,8 +143,8 @@ def test_refusals_name_the_layers_the_reason_and_who_can():
 
 def refused(weights, to, kind):
     """Raise the refusal's text as another error, so that pytest.raises can look at it."""
-    known = list(checkpoint._registered)
-    checkpoint._registered[:] = [MemoryReader(weights)]
+    known = list(discovery.registered)
+    discovery.registered[:] = [MemoryReader(weights)]
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "memory"}}))
@@ -152,4 +153,4 @@ def refused(weights, to, kind):
     except ConversionError as error:
         raise kind(str(error)) from error
     finally:
-        checkpoint._registered[:] = known
+        discovery.registered[:] = known

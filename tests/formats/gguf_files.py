@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 
-from bitline.formats.gguf import blocks
-from bitline.formats.gguf.reader import GGUFSource
+from bitline.formats.gguf.ggml_types import BLOCK_SIZES
+from bitline.formats.gguf.source import GGUFSource
 
 # Where the float16 scales of each type's blocks are; IQ1_M has its one in four nibbles.
 SCALE_BYTES = {
@@ -22,7 +22,7 @@ EDGES = np.array([0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0xFBFF
 
 def random_blocks(kind, n, k, rng, edges=True):
     """Every bit random, but for scales, which are finite: moderate ones of both signs and, with edges, float16's limits."""
-    size, nbytes = blocks.SIZES[kind]
+    size, nbytes = BLOCK_SIZES[kind]
     shape = (n, k // size)
     raw = rng.integers(0, 256, (*shape, nbytes), dtype=np.uint8)
 
@@ -61,7 +61,7 @@ def write(path, tensors, metadata=()):
 
 def slow_values(raw, kind):
     """The types that the package does not decode, a number at a time."""
-    size, nbytes = blocks.SIZES[kind]
+    size, nbytes = BLOCK_SIZES[kind]
     rows = []
     for row in raw:
         values = []

@@ -12,6 +12,7 @@ from slow_words import CHECKPOINTS, gptq, random_layer, write
 
 import bitline.checkpoint
 from bitline import CheckpointError, LinearSpec, QuantizedWeight, open_checkpoint, register_format
+from bitline.formats import discovery
 from bitline.formats.base import LayerRecord
 from bitline.formats.quant_config import quantization_config
 from bitline.types import int8
@@ -22,9 +23,9 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 @pytest.fixture
 def readers():
     """Registered readers are forgotten after the test."""
-    kept = list(bitline.checkpoint._registered)
+    kept = list(discovery.registered)
     yield
-    bitline.checkpoint._registered[:] = kept
+    discovery.registered[:] = kept
 
 
 def dense(folder, config=None):
@@ -189,7 +190,7 @@ def test_a_registered_reader(tmp_path, readers):
         open_checkpoint(folder)
     register_format(ToyReader)
     register_format(ToyReader())
-    assert [r.name for r in bitline.checkpoint._registered] == ["toy"]
+    assert [r.name for r in discovery.registered] == ["toy"]
     checkpoint = open_checkpoint(folder)
     assert checkpoint.format == "toy" and checkpoint.layers()[0].weight().shape == (2, 4)
     assert checkpoint.dense_names() == ["norm.weight"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bitline.errors import CheckpointError
 from bitline.formats.base import TensorInfo
 from bitline.formats.compressed_tensors import config as ct_config
-from bitline.formats.compressed_tensors.packing import column_order
+from bitline.formats.compressed_tensors.packing import act_order_of
 from bitline.formats.compressed_tensors.reader import READER
 from bitline.formats.io.safetensors_source import SafetensorsSource
 
@@ -220,7 +220,7 @@ def test_odd_activation_orders_are_reported_or_refused():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.sampled_from([1, 2, 4, 8]))
 def test_column_orders_keep_each_column_in_its_group(g_idx, group):
-    perm, index = column_order(torch.tensor(g_idx, dtype=torch.int32), group, 4)
+    perm, index = act_order_of(torch.tensor(g_idx, dtype=torch.int32), group, 4)
     place = list(range(len(g_idx))) if perm is None else perm.tolist()
     of = [j // group for j in range(len(g_idx))] if index is None else index.tolist()
     assert [of[place.index(k)] for k in range(len(g_idx))] == g_idx

@@ -12,15 +12,17 @@ from gguf_files import SCALE_BYTES, ggml_values, random_blocks, same, write
 from bitline.errors import BitlineError, CheckpointError, WeightError
 from bitline.formats.gguf import blocks as gguf_blocks
 from bitline.formats.gguf import iq_grids as grids
-from bitline.formats.gguf.reader import READER, GGUFSource, records
+from bitline.formats.gguf.ggml_types import BLOCK_SIZES, GGML_TYPES, PLAIN_TYPES
+from bitline.formats.gguf.reader import READER, records
+from bitline.formats.gguf.source import GGUFSource
 
 
 def test_no_type_is_left_out():
     assert set(SCALE_BYTES) == set(gguf_blocks.BLOCKS)
     known = {t.name: GGML_QUANT_SIZES[t] for t in GGMLQuantizationType}
-    ours = {name: sizes for name, *sizes in gguf_blocks.GGML_TYPES.values()}
+    ours = {name: sizes for name, *sizes in GGML_TYPES.values()}
     assert known == {name: tuple(sizes) for name, sizes in ours.items() if name != "Q2_0"}  # newer than the package
-    assert set(known) - set(gguf_blocks.BLOCKS) - set(gguf_blocks.PLAIN_TYPES) == {"Q8_1"}
+    assert set(known) - set(gguf_blocks.BLOCKS) - set(PLAIN_TYPES) == {"Q8_1"}
 
 
 @pytest.mark.parametrize("kind", SCALE_BYTES)
@@ -46,7 +48,7 @@ def test_every_byte_of_a_block_takes_every_value(kind):
     rng = np.random.default_rng(1)
     kept = random_blocks(kind, 256, 256, rng, edges=False)
     raw = rng.permuted(np.tile(np.arange(256, dtype=np.uint8), (kept.shape[1], 1)), axis=1).T.copy()
-    nbytes = gguf_blocks.SIZES[kind][1]
+    nbytes = BLOCK_SIZES[kind][1]
     scales = {b for at in SCALE_BYTES[kind] for b in (at, at + 1)}
     scales |= {"IQ1_M": set(range(49, 56, 2)), "Q8_K": set(range(4)), "MXFP4": {0}, "NVFP4": set(range(4))}.get(kind, set())
     columns = [at for at in range(kept.shape[1]) if at % nbytes in scales]
@@ -80,7 +82,7 @@ def test_a_shared_exponent_of_255_is_nan():
 
 def test_a_missing_gguf_package_is_said(monkeypatch):
     raw = torch.from_numpy(random_blocks("IQ3_S", 1, 256, np.random.default_rng(0)))
-    grids._grid.cache_clear()
+    grids._codebook.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(BitlineError, match=r"IQ3_S needs the gguf package.*pip install"):
         gguf_blocks.to_weight("IQ3_S", raw, 256)
@@ -89,7 +91,7 @@ def test_a_missing_gguf_package_is_said(monkeypatch):
 
 
 def test_other_tables_are_refused(monkeypatch):
-    grids._grid.cache_clear()
+    grids._codebook.cache_clear()
     monkeypatch.setattr(gguf.quants.IQ2_XS, "grid", np.full((1, 1, 512, 8), 9, np.float32))
     raw = torch.from_numpy(random_blocks("IQ2_XS", 1, 256, np.random.default_rng(0)))
     with pytest.raises(BitlineError, match="table of IQ2_XS is not the known one"):
@@ -185,7 +187,7 @@ def test_a_factor_beside_a_weight_is_part_of_it(kind, tmp_path):
 def test_a_scale_that_is_not_finite_is_refused(kind, value):
     """Inspect reads no blocks; reading a layer sees it. MXFP4's NaN is legal, NVFP4 has no such scale."""
     raw = random_blocks(kind, 3, 512, np.random.default_rng(0), edges=False)
-    blocks = raw.reshape(3, -1, gguf_blocks.SIZES[kind][1])
+    blocks = raw.reshape(3, -1, BLOCK_SIZES[kind][1])
     bits = np.float16(value).view(np.uint16)
     for at in SCALE_BYTES[kind]:
         bad = blocks.copy()

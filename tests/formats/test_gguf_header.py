@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bitline.errors import CheckpointError
-from bitline.formats.gguf.reader import READER, GGUFSource
+from bitline.formats.gguf.reader import READER
+from bitline.formats.gguf.source import GGUFSource
 
 HUGE = 1 << 62
 HOSTILE = {

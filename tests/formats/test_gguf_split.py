@@ -9,7 +9,7 @@ from gguf_files import build, ggml_values, random_blocks, tensor, value
 
 import bitline
 from bitline.errors import CheckpointError
-from bitline.formats.gguf.split_files import whole_model
+from bitline.formats.gguf.split_files import file_to_open
 
 ROWS = random_blocks("Q8_0", 6, 64, np.random.default_rng(0)).reshape(3, 2, 68)  # three matrices [2, 64]
 U16, I32, STRING = 2, 5, 8
@@ -64,11 +64,11 @@ def test_a_model_of_one_part(tmp_path):
 
 def test_which_files_of_a_folder_are_one_model(tmp_path):
     names = lambda *files: [tmp_path / file for file in files]
-    assert whole_model(names("x.gguf")) == tmp_path / "x.gguf"
-    assert whole_model(names(name(1), name(2), name(0))) == tmp_path / name(0)
-    assert whole_model(names(name(0), "mmproj.gguf")) is None
-    assert whole_model(names(name(0), name(1, 2))) is None
-    assert whole_model(names(name(0), "n-00002-of-00003.gguf")) is None
+    assert file_to_open(names("x.gguf")) == tmp_path / "x.gguf"
+    assert file_to_open(names(name(1), name(2), name(0))) == tmp_path / name(0)
+    assert file_to_open(names(name(0), "mmproj.gguf")) is None
+    assert file_to_open(names(name(0), name(1, 2))) is None
+    assert file_to_open(names(name(0), "n-00002-of-00003.gguf")) is None
 
 
 def refused(path, message, file):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from bitline import CheckpointError
-from bitline.formats.io.safetensors_source import DTYPES, SafetensorsSource
+from bitline.formats.io.safetensors_header import DTYPES
+from bitline.formats.io.safetensors_source import SafetensorsSource
 
 
 def raw(path, header, data=b"", length=None):

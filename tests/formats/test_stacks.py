@@ -6,8 +6,8 @@ from float_files import finite_fp8, random_bytes
 from producers import one, write
 
 from bitline import CheckpointError
-from bitline.formats.common.expert_stacks import Stacks
-from bitline.formats.common.module_names import ByName
+from bitline.formats.common.expert_stacks import ExpertStacks
+from bitline.formats.common.module_names import ByModuleName
 
 E, N, K = 3, 32, 64
 STACK = "model.layers.0.mlp.experts.down_proj"
@@ -148,7 +148,7 @@ def test_a_square_stack_of_a_transposing_model_is_refused(tmp_path):
 def test_the_rest_of_a_source_is_as_it_was(tmp_path):
     tensors = {STACK: weights(), STACK + "_scale_inv": rand(E), "norm.weight": rand(K)}
     source = write(tmp_path, FP8, {}, modules=tensors).source
-    stacks = Stacks(source, (torch.float8_e4m3fn,))
+    stacks = ExpertStacks(source, (torch.float8_e4m3fn,))
     assert torch.equal(stacks.read("norm.weight"), tensors["norm.weight"]) and STACK not in stacks.tensors
     assert torch.equal(stacks.read("norm.weight", 4), tensors["norm.weight"][:4])
     assert stacks.tensors[f"{STACK}.1.weight"].shape == (N, K) and stacks.tensors[f"{STACK}.1.weight"].name == STACK
@@ -167,4 +167,4 @@ def test_the_rest_of_a_source_is_as_it_was(tmp_path):
     ],
 )  # fmt: skip
 def test_names_of_one_module(names, module, found):
-    assert ByName({name: i for i, name in enumerate(names)}).find(module) == found
+    assert ByModuleName({name: i for i, name in enumerate(names)}).find(module) == found

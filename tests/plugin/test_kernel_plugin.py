@@ -1,4 +1,4 @@
-"""A kernel of an installed package: it conforms, is listed, ranked and chosen; those that are broken take nothing down."""
+"""Kernels of installed packages: one that conforms is listed, ranked and chosen; broken ones affect no other kernel."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ from bitline.kernels import registry
 
 spec = bitline.quantize(torch.randn(64, 128), "W4A16", group_size=32).spec
 choice = bitline.choose(spec)
-refused = {c.name: c.verdict.reason for c in choice.candidates if c.name in ("Trips", "Lies")}
+refused = {c.name: c.verdict.reason for c in choice.candidates if c.name in ("RaisingSupport", "TupleVerdict")}
 choice.explain()
 report = doctor_report()
 of = {k["kernel"]: k for k in report["kernels"]}
 print(json.dumps([choice.best.name, bitline.choose(spec, "cuda:sm90").best.name, refused, report["plugin_failures"],
-                  of["Trips"]["detail"], of["Lies"]["detail"], of["ReferenceLinearKernel"]["ok"], "Dear" in of]))
+                  of["RaisingSupport"]["detail"], of["TupleVerdict"]["detail"], of["ReferenceLinearKernel"]["ok"],
+                  "Unregistered" in of]))
 """
 
 
 def test_an_installed_package_adds_a_kernel(tmp_path):
-    for package in ("toy", "toy_kernel"):  # the format too, for a checkpoint of which it explains a layer
+    for package in ("toy", "toy_kernel"):  # the toy format too, whose checkpoint has a layer to explain
         install(HERE / package, tmp_path / "site", tmp_path)
     done = run(tmp_path / "site", "-c", USE, FIXTURE)
     assert done.returncode == 0, done.stderr
@@ -56,20 +57,20 @@ def test_packages_that_fail_are_named_and_harmless(tmp_path):
     install(HERE / "broken_kernels", tmp_path / "site", tmp_path)
     done = run(tmp_path / "site", "-c", BROKEN)
     assert done.returncode == 0, done.stderr
-    best, hopper, refused, failures, trips, lies, reference, dear = json.loads(done.stdout)
-    assert not {best, hopper} & {"Trips", "Lies"} and reference and not dear
-    assert "no_such_attribute" in refused["Trips"] and "no Verdict" in refused["Lies"]
-    assert "no_such_attribute" in trips and lies == "takes none of the schemes tried"
+    best, hopper, refused, failures, raising_support, tuple_verdict, reference, unregistered = json.loads(done.stdout)
+    assert not {best, hopper} & {"RaisingSupport", "TupleVerdict"} and reference and not unregistered
+    assert "no_such_attribute" in refused["RaisingSupport"] and "no Verdict" in refused["TupleVerdict"]
+    assert "no_such_attribute" in raising_support and tuple_verdict == "takes none of the schemes tried"
     assert failures == {
-        "gone": failures["gone"],
-        "leaves": "SystemExit: goodbye",
-        "number": "TypeError: 7 is neither a Kernel class nor a function that registers some",
-        "stranger": failures["stranger"],
-        "taken": failures["taken"],
-        "throws": "RuntimeError: out of order",
+        "missing": failures["missing"],
+        "exits": "SystemExit: goodbye",
+        "not_callable": "TypeError: 7 is neither a Kernel class nor a function that registers some",
+        "not_a_kernel": failures["not_a_kernel"],
+        "name_taken": failures["name_taken"],
+        "raises": "RuntimeError: out of order",
     }
-    assert "NoSuchKernel" in failures["gone"] and "neither a Kernel class" in failures["stranger"]
-    assert "ReferenceLinearKernel is registered already" in failures["taken"]
+    assert "NoSuchKernel" in failures["missing"] and "neither a Kernel class" in failures["not_a_kernel"]
+    assert "ReferenceLinearKernel is registered already" in failures["name_taken"]
     for name in failures:
         assert re.search(rf"kernel plug-in {name} \(broken_kernels.*\) failed to load", done.stderr)
 

@@ -19,13 +19,13 @@ HERE = Path(__file__).parent
 FIXTURE = HERE / "fixture"
 READ = """
 import json, sys, bitline
-from bitline import checkpoint
+from bitline.formats import discovery
 from safetensors.torch import load_file
 opened = bitline.open_checkpoint(sys.argv[1])
 expected = load_file(sys.argv[1] + "/expected.safetensors")
 equal = {record.name: record.weight().dequantize().equal(expected[record.name]) for record in opened.layers()}
 plain = [record.name for record in bitline.open_checkpoint(sys.argv[2]).layers()]
-print(json.dumps([opened.format, equal, plain, checkpoint.plugin_failures]))
+print(json.dumps([opened.format, equal, plain, discovery.plugin_failures]))
 """
 
 

@@ -1,4 +1,4 @@
-"""`bitline doctor`: what this machine has, what is missing, and whether each kernel here gives the right answer."""
+"""`bitline doctor`: this machine's devices, compilers and packages, and a test of every kernel that runs here."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.text import Text
 
-from bitline import checkpoint, env, native
-from bitline.cli.console import out
-from bitline.cli.render import at_commas, facts, hanging, put, rate, size, table
-from bitline.cli.scheme import scheme_text
+from bitline import env, native
+from bitline.cli.scheme_text import scheme_text
+from bitline.formats import discovery
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
 from bitline.linear import QuantLinear
 from bitline.platform import PACKAGES, Platform, cpu_name, installed_packages
 from bitline.rtn import quantize
-from bitline.select import short_name, verdict_of
+from bitline.select import verdict_of
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import random_weight
 from bitline.testing.tolerance import compare
@@ -37,14 +35,17 @@ from bitline.weight import QuantizedWeight
 
 _MXFP6 = LinearSpec(64, 256, float6_e2m3, (1, 32), scale_dtype=torch.float8_e8m0fnu)
 _COMPILERS = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++"), "CUDA": ("nvcc",), "HIP": ("hipcc",)}
-TRIED_SCHEMES = (
+TESTED_SCHEMES = (
     "W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4",
     "MXFP8A16", "MXFP8",
 )  # fmt: skip
 
 
 def doctor_report() -> dict[str, Any]:
-    """Every figure of the command. Each probe is guarded: the report always prints. docs/command-line.md describes the keys."""
+    """The report of the command as JSON-compatible values. A failing probe is an entry with `error`, never an exception.
+
+    docs/command-line.md describes the keys.
+    """
     found = installed_packages()
     devices = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if hasattr(torch, "xpu") and torch.xpu.is_available():
@@ -65,20 +66,20 @@ def doctor_report() -> dict[str, Any]:
 
 
 def _compiler(names: tuple[str, ...]) -> dict[str, str] | None:
-    """The first of these that is there, and the first line of what it says of itself."""
+    """The path of the first compiler found, and the first line of its version text."""
     path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
         return None
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout.split("\n")
+        lines = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout.split("\n")
     except (OSError, subprocess.SubprocessError) as error:
-        said = [str(error)]
-    line = next((x for x in said if "release" in x), said[0]) if "nvcc" in path else said[0]  # nvcc begins with its name
+        lines = [str(error)]
+    line = next((x for x in lines if "release" in x), lines[0]) if "nvcc" in path else lines[0]  # nvcc prints its name first
     return {"path": path, "version": line.strip()}
 
 
 def _package(name: str, found: dict[str, str], devices: list[str]) -> dict[str, Any]:
-    """What a package would add, and which kernels of this machine's devices need it."""
+    """What a package adds, and which kernels need it on this machine's devices."""
     kernels: set[str] = set()
     for where in map(Platform.detect, devices):
         without, with_it = (replace(where, packages=packages) for packages in
@@ -91,9 +92,9 @@ def _package(name: str, found: dict[str, str], devices: list[str]) -> dict[str, 
 
 
 def _plugin_failures() -> dict[str, str]:
-    for _ in checkpoint._readers():  # each is imported when it is asked for
+    for _ in discovery.readers():  # imports each of them
         pass
-    return {**registry.plugin_failures, **checkpoint.plugin_failures}
+    return {**registry.plugin_failures, **discovery.plugin_failures}
 
 
 def _version(name: str) -> str | None:
@@ -106,7 +107,7 @@ def _version(name: str) -> str | None:
 def _guarded(base: dict[str, Any], probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return base | probe()
-    except Exception as error:  # a broken driver must not take the report down
+    except Exception as error:  # a broken driver must not prevent the report
         return base | {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -122,7 +123,7 @@ def _device(device: str) -> dict[str, Any]:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes of memory and of what a program could still get."""
+    """Bytes of physical memory, and of memory available to a program."""
     pages = {name: os.sysconf(f"SC_{name}") for name in ("PHYS_PAGES", "AVPHYS_PAGES", "PAGE_SIZE")}
     free = pages["AVPHYS_PAGES"] * pages["PAGE_SIZE"]
     try:
@@ -134,7 +135,7 @@ def _memory() -> dict[str, int]:
 
 
 def read_bandwidth(device: str, nbytes: int = 1 << 27) -> float:
-    """Bytes per second of summing a buffer of float32 that does not fit the cache: the best of a few passes."""
+    """Bytes per second of summing a float32 buffer larger than the cache, the best of four passes."""
     data = torch.ones(nbytes // 4, device=device)
     best = float("inf")
     for _ in range(4):
@@ -157,15 +158,15 @@ def _kernels(device: str) -> list[dict[str, Any]]:
         if not supported:
             rows.append(row | {"detail": supported.reason})
             continue
-        rows.append(_guarded(row, functools.partial(_try, entry.kernel, device)))
+        rows.append(_guarded(row, functools.partial(_test_kernel, entry.kernel, device)))
     return rows
 
 
-def _try(kernel: type[Kernel], device: str) -> dict[str, Any]:
-    """A 64×256 product in the first scheme that the kernel takes, against float64."""
+def _test_kernel(kernel: type[Kernel], device: str) -> dict[str, Any]:
+    """Compare a 64×256 GEMM at M=5, in the first scheme that the kernel supports, with float64."""
     small = [spec for spec in (*default_specs(), _MXFP6) if (spec.n, spec.k) == (64, 256)]
     makers: list[tuple[str, Callable[[], QuantizedWeight]]] = [
-        *((scheme, functools.partial(quantize, torch.randn(64, 256), scheme)) for scheme in TRIED_SCHEMES),
+        *((scheme, functools.partial(quantize, torch.randn(64, 256), scheme)) for scheme in TESTED_SCHEMES),
         *((scheme_text(spec), functools.partial(random_weight, spec)) for spec in small),
     ]
     for scheme, make in makers:
@@ -179,99 +180,5 @@ def _try(kernel: type[Kernel], device: str) -> dict[str, Any]:
             with torch.inference_mode():
                 found = compare(layer(x.to(device)).cpu(), x, weight.with_act_dtype(dtype))
             return {"ran": True, "ok": found.ok, "scheme": scheme, "error": found.error, "allowed": found.allowed,
-                    "detail": "right" if found.ok else str(found)}  # fmt: skip
-    return {"detail": "takes none of the schemes tried"}
-
-
-def _native_line(report: dict[str, Any]) -> str:
-    core = report["native"]
-    if core["available"]:
-        return f"{core['isa']} of {', '.join(core['isas'])}; {_count(core['threads'], 'thread')}, {core['threads_from']}"
-    compiler = "" if report["compilers"]["C++"] else ". There is no C++ compiler: install g++ or clang++, then Bitline again"
-    return f"no: {core.get('reason') or core.get('error')}{compiler}"
-
-
-def _head(report: dict[str, Any]) -> None:
-    versions = ", ".join(f"{k} {v or 'not installed'}" for k, v in report["versions"].items())
-    out.print(f"[bold]bitline {report['bitline']}[/], Python {report['python']}, {report['system']}", highlight=False)
-    grid = facts()
-    grid.add_row("libraries", versions)
-    for kind, c in report["compilers"].items():
-        if c or kind in ("C", "C++"):
-            grid.add_row(f"{kind} compiler", f"{c['version']} ({c['path']})" if c else "none")
-    grid.add_row("native core", Text(_native_line(report), "" if report["native"]["available"] else "yellow"))
-    for d in report["devices"]:
-        if "error" in d:
-            grid.add_row(Text(d["device"], "red"), d["error"])
-            continue
-        said = [d.get("name") or d["device"], _count(d["threads"], "thread") if "threads" in d else ""]
-        said += [f"{size(d['memory'])} of memory, {size(d['free'])} free" if "memory" in d else ""]
-        said += [f"reads {rate(d['bandwidth'], 'B/s')}"]
-        grid.add_row(Text(d["device"], "bold"), "; ".join(filter(None, said)))
-        grid.add_row("", at_commas(d["platform"], out.width - 16))
-    put(grid)
-
-
-def _show_packages(report: dict[str, Any]) -> None:
-    """Those that are there or could serve here with what they add, the others by name."""
-    out.print("\n[bold]optional packages[/]", highlight=False)
-    grid, elsewhere = facts(), []
-    for p in report["packages"]:
-        here = ", ".join(map(short_name, p.get("kernels_here", ())))
-        if p.get("error"):
-            grid.add_row(p["package"], Text(p["error"], "red"))
-        elif p["installed"]:
-            grid.add_row(p["package"], f"{p['installed']}: {p['adds']}; " + (f"here {here}" if here else "none for this machine"))
-        elif here:
-            said = Text("not installed", "yellow").append(f"; would add {here} here. {_first_upper(p['install'])}", "default")
-            grid.add_row(p["package"], said)
-        else:
-            elsewhere.append(p)
-    put(grid)
-    if elsewhere:
-        out.print("not installed, and for other machines", style="dim", highlight=False)
-    grid = facts()
-    for p in elsewhere:
-        grid.add_row(Text(p["package"], "dim"), Text(f"{p['adds']}; {p['install']}", "dim"))
-    put(grid)
-
-
-def _first_upper(text: str) -> str:
-    return text if text.startswith("pip ") else text[:1].upper() + text[1:]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _show_kernels(kernels: list[dict[str, Any]]) -> None:
-    """Those that ran with the figures of a small product, then those that cannot run here by their reasons."""
-    out.print("\n[bold]kernels[/], each on one small product", highlight=False)
-    grid = table("", "kernel", "on", "tried", "error", "allowed")
-    for k in (k for k in kernels if k["ran"]):
-        mark = Text("ok", "green") if k["ok"] else Text("FAILED", "bold red")
-        grid.add_row(mark, k["kernel"], k["device"], k["scheme"], f"{k['error']:.1e}", f"{k['allowed']:.1e}")
-    put(grid)
-    for k in (k for k in kernels if k["ran"] and not k["ok"]):
-        put(hanging(k["kernel"], str(k.get("detail")), "red"))
-    reasons: dict[str, list[str]] = {}
-    for k in (k for k in kernels if not k["ran"]):
-        where = f" ({k['device']})" if len({x["device"] for x in kernels}) > 1 else ""
-        reasons.setdefault(k.get("detail") or k.get("error", ""), []).append(short_name(k["kernel"]) + where)
-    for reason, names in reasons.items():
-        put(hanging("not", f"{', '.join(names)}: {reason}", "dim"))
-
-
-def show(report: dict[str, Any]) -> None:
-    """The report as text."""
-    _head(report)
-    _show_packages(report)
-    _show_kernels(report["kernels"])
-    out.print("\n[bold]environment[/] (the argument wins)", highlight=False)
-    grid = facts()
-    for v in report["environment"]:
-        value = "" if v["value"] is None else f" = {v['value']}"
-        grid.add_row(v["name"] + value, f"{v['effect']}; {v['argument']}")
-    put(grid)
-    for name, why in report["plugin_failures"].items():
-        put(hanging("plug-in", f"{name} failed to load: {why}", "red"))
+                    "detail": "ok" if found.ok else str(found)}  # fmt: skip
+    return {"detail": "supports none of the schemes tried"}

@@ -14,7 +14,7 @@ from bitline.conversion import global_scale, pack_codes, spec_rules
 from bitline.conversion.module_patterns import exact_patterns, group_by_value
 from bitline.conversion.source_model import SourceModel
 from bitline.conversion.target import NotRepresentable
-from bitline.formats.compressed_tensors.config import QuantArgs, act_spec
+from bitline.formats.compressed_tensors.args import QuantizationArgs, act_spec
 from bitline.types import ActSpec, LinearSpec
 from bitline.weight import QuantizedWeight
 
@@ -215,7 +215,7 @@ def activation_args(act: ActSpec) -> dict[str, Any]:
     elif act.scale == "e8m0":
         args["scale_dtype"] = "torch.uint8"
     try:
-        same = act_spec(msgspec.convert(args, QuantArgs)) == act
+        same = act_spec(msgspec.convert(args, QuantizationArgs)) == act
     except (ValueError, msgspec.ValidationError):
         same = False
     if not same or (act.scale == "e8m0" and act.group_size != 32) or (act.scale == "e4m3" and act.group_size != 16):

@@ -12,7 +12,7 @@ from bitline import types
 from bitline.conversion import global_scale, pack_codes, spec_rules
 from bitline.conversion.source_model import SourceModel
 from bitline.conversion.target import NotRepresentable
-from bitline.formats.modelopt.config import Algorithm
+from bitline.formats.modelopt.config import QuantAlgorithm
 from bitline.types import LinearSpec
 from bitline.version import __version__
 from bitline.weight import QuantizedWeight
@@ -145,14 +145,14 @@ def _algorithm(stored: LinearSpec) -> tuple[str, int]:
         "FP8_PB_WO": block if rows in (block, stored.n) and columns in (block, stored.k) else None,
     }  # fmt: skip
     for name, size in group_sizes.items():
-        algorithm = Algorithm(name, size or 0)
-        if size is not None and algorithm.kind == _kind(stored) and algorithm.act(columns, calibrated=True) == stored.act:
+        algorithm = QuantAlgorithm(name, size or 0)
+        if size is not None and algorithm.storage == _storage(stored) and algorithm.act(columns, calibrated=True) == stored.act:
             return name, size
     raise NotRepresentable(f"no algorithm of ModelOpt stores {stored.scheme}")
 
 
-def _kind(stored: LinearSpec) -> str:
-    """`Algorithm.kind` of a stored spec."""
+def _storage(stored: LinearSpec) -> str:
+    """`QuantAlgorithm.storage` of a stored spec."""
     if spec_rules.is_integer(stored):
         return "int4"
     return f"{'mxfp' if stored.scale_dtype == _E8M0 else 'nvfp' if stored.weight.bits == 4 else 'fp'}{stored.weight.bits}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bitline.conversion.tensor_bits import raw_bytes
 from bitline.errors import ConversionError
-from bitline.formats.io.safetensors_source import DTYPES
+from bitline.formats.io.safetensors_header import DTYPES
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_RESERVED = 1 << 20  # bytes reserved for a shard's header; a shard that needs more is closed

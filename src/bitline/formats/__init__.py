@@ -1,1 +1,1 @@
-"""Format readers: one file per checkpoint family, the only code that knows its tensor names and packings."""
+"""Format readers: one per checkpoint family, the only code that knows its tensor names and packings."""

@@ -1,7 +1,7 @@
-"""FP8 as DeepSeek, transformers, AutoFP8, Mistral, FBGEMM and AutoRound write it: one code each, and scales that multiply.
+"""FP8 as DeepSeek, transformers, AutoFP8, Mistral, FBGEMM and AutoRound write it: one code per byte, scales that multiply.
 
-`weight_scale_inv` is the inverse of what the quantizer divided by, so it multiplies like `weight_scale` and `scale` do. Only
-GPTQModel has the weight divided by it, and says so in weight_scale_semantics.
+`weight_scale_inv` is the inverse of the quantizing scale, so it multiplies as `weight_scale` and `scale` do. Only GPTQModel
+divides by its scale, and says so in weight_scale_semantics.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch import Tensor
 from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
-from bitline.formats.common.expert_stacks import unstacked
-from bitline.formats.common.ignored_modules import Hints
-from bitline.formats.common.module_tensors import E8M0, FLOATS, NUMBER, Layer
-from bitline.formats.gptq_awq.config import AUTO_ROUND
+from bitline.formats.common.expert_stacks import unstack_experts
+from bitline.formats.common.ignored_modules import IgnoredModules
+from bitline.formats.common.module_tensors import MIN_DIVISOR, ModuleTensors
+from bitline.formats.common.scales import E8M0, FLOATS, SCALAR_SHAPES, grid_of
 from bitline.formats.io.json_object import invalid_config
-from bitline.formats.quant_config import find_quantization, quantization_config
+from bitline.formats.quant_config import AUTO_ROUND_METHODS, find_quantization, quantization_config
 from bitline.types import ActSpec, LinearSpec
 
-FP8 = {
+FP8_TYPES = {
     torch.float8_e4m3fn: types.float8_e4m3fn, torch.float8_e5m2: types.float8_e5m2,
     torch.float8_e4m3fnuz: types.float8_e4m3fnuz,
 }  # fmt: skip
-SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
-_INPUTS = ("input_scale", "activation_scale", "qscale_act")
-_CERTAIN = ("weight_scale_inv", "weight_scale", "qscale_weight")  # other modules have a `scale` too
 METHODS = ("fp8", "fbgemm_fp8", "mxfp8")
-_TINY = 1e-35  # a divisor below has no float32 reciprocal
-_USUAL = (128, 128)  # the block of every file known that does not name its own
+SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+_FP8_ONLY_SCALES = ("weight_scale_inv", "weight_scale", "qscale_weight")  # modules of other kinds may have a `scale`
+_INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act")
+_DEFAULT_BLOCK = (128, 128)  # of all known files whose config names none
+_FBGEMM_LIMIT = 1200.0  # default of activation_scale_ub
 
 
 class _Config(msgspec.Struct):
-    """The keys that matter; a null is what an absent key is. AutoRound's own keys are act_bits and group_size."""
+    """The keys that matter; null is the same as absent. act_bits and group_size are AutoRound's own."""
 
     activation_scheme: Literal["dynamic", "static"] | None = None
     weight_block_size: list[int] | None = None
@@ -62,26 +62,29 @@ class _Config(msgspec.Struct):
             raise ValueError(f"weight_block_size is {sizes}, expected two positive sizes")
         return sizes[0], sizes[1]
 
-    def act(self, columns: int | None) -> ActSpec | None:
-        """How inputs are quantized. columns: of a weight's scale block, None for a weight without blocks."""
-        if (self.act_bits or 16) >= 16 if self.quant_method in AUTO_ROUND else (self.act_bits or 0) >= 16:
-            return None  # AutoRound leaves out what is its default
+    def act(self, block_k: int | None) -> ActSpec | None:
+        """Activation quantization, None for weight-only. block_k: columns of a scale block, None where there are no blocks."""
+        if self._is_weight_only():
+            return None
         dtype = types.float8_e5m2 if self.fmt in ("e5m2", "float8_e5m2") else types.float8_e4m3fn
-        if self.activation_scheme is None and self.weight_scale_semantics is not None:
-            return None  # GPTQModel quantizes weights alone
         if self.activation_scheme == "static":
             return ActSpec(dtype, dynamic=False, granularity="tensor")
-        if self.quant_method == "fbgemm_fp8":  # absolute values above the bound saturate
-            limit = 1200.0 if self.activation_scale_ub is None else self.activation_scale_ub
+        if self.quant_method == "fbgemm_fp8":  # absolute values above the limit saturate
+            limit = _FBGEMM_LIMIT if self.activation_scale_ub is None else self.activation_scale_ub
             if not 0 < limit < float("inf"):
                 raise ValueError(f"activation_scale_ub is {limit}, expected a positive number")
             return ActSpec(dtype, limit=limit)
-        if columns is None:
+        if block_k is None:
             return ActSpec(dtype)
-        # "ue8m0": scales are rounded up to a power of two, which is what MX does with E4M3 but for an absolute maximum of
-        # exactly 448 * 2**e, where MX takes the next one.
-        powers = self.scale_fmt == "ue8m0" or self.quant_method == "mxfp8"
-        return ActSpec(dtype, True, "group", columns, scale="e8m0" if powers else "float")
+        # "ue8m0" rounds scales up to a power of two. MX with E4M3 does the same, but for an absolute maximum of exactly
+        # 448 * 2**e, where it takes the next power.
+        powers_of_two = self.scale_fmt == "ue8m0" or self.quant_method == "mxfp8"
+        return ActSpec(dtype, True, "group", block_k, scale="e8m0" if powers_of_two else "float")
+
+    def _is_weight_only(self) -> bool:
+        default_bits = 16 if self.quant_method in AUTO_ROUND_METHODS else 0  # AutoRound omits act_bits where it is 16
+        is_gptqmodel = self.activation_scheme is None and self.weight_scale_semantics is not None
+        return (self.act_bits or default_bits) >= 16 or is_gptqmodel
 
 
 class FP8Reader:
@@ -90,36 +93,32 @@ class FP8Reader:
     name = "fp8"
 
     def matches(self, source: TensorSource) -> bool:
-        """True for quant_method "fp8", "fbgemm_fp8" and "mxfp8", and AutoRound's FP8 with a packing_format of its own or none."""
+        """True for quant_method "fp8", "fbgemm_fp8" and "mxfp8", and AutoRound's FP8 with its own packing_format or none."""
         config = quantization_config(source)
-        if config.get("quant_method") in AUTO_ROUND:
-            packing, floats = config.get("packing_format"), str(config.get("data_type")).startswith("fp")
-            return packing == "auto_round:fp8" or (floats and (packing is None or str(packing).endswith(":fp8")))
+        if config.get("quant_method") in AUTO_ROUND_METHODS:
+            packing, is_float = config.get("packing_format"), str(config.get("data_type")).startswith("fp")
+            return packing == "auto_round:fp8" or (is_float and (packing is None or str(packing).endswith(":fp8")))
         return config.get("quant_method") in METHODS
 
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
-        """Every module whose `weight` is FP8, or two FP4 codes in a byte under an E8M0 `scale`. No tensor data is read."""
+        """Every module whose `weight` is FP8, or two FP4 codes per byte under an E8M0 `scale`. No tensor data is read."""
         raw, file = find_quantization(source)
         config = _parse(raw, file)
-        hints = Hints([*(config.modules_to_not_convert or ()), *(config.ignored_layers or ())], file)
-        label = "auto-round fp8" if raw.get("quant_method") in AUTO_ROUND else config.quant_method
-        source = unstacked(source, (*FP8, torch.int8))
-        for name, info in source.tensors.items():
-            base, dot, suffix = name.rpartition(".")
-            weight = source.tensors.get(f"{base}.weight")
-            if suffix == "weight" and dot and info.dtype in FP8:
-                module = Layer(source, base)
-                hints.note(module)
-                yield _record(module, config, label, file)
-            elif suffix == "weight" and dot and info.dtype == torch.int8 and _fp4_scale(source, base) is not None:
-                module = Layer(source, base)
-                hints.note(module)
+        ignored = IgnoredModules([*(config.modules_to_not_convert or ()), *(config.ignored_layers or ())], file)
+        label = "auto-round fp8" if raw.get("quant_method") in AUTO_ROUND_METHODS else config.quant_method
+        source = unstack_experts(source, (*FP8_TYPES, torch.int8))
+        for tensor, info in source.tensors.items():
+            name, dot, suffix = tensor.rpartition(".")
+            if suffix == "weight" and dot and info.dtype in FP8_TYPES:
+                module = ModuleTensors(source, name)
+                ignored.warn_if_listed(module)
+                yield _fp8_record(module, config, label, file)
+            elif suffix == "weight" and dot and info.dtype == torch.int8 and _has_e8m0_scale(source, name):
+                module = ModuleTensors(source, name)
+                ignored.warn_if_listed(module)
                 yield _fp4_record(module, config, label)
-            elif suffix in _CERTAIN and (weight is None or weight.dtype not in FP8):
-                found = "no weight" if weight is None else f"a weight of {weight.dtype}"
-                raise CheckpointError(
-                    "scales without codes", file=info.file, tensor=name, found=found, expected=f"{base}.weight in FP8 beside them"
-                )
+            elif suffix in _FP8_ONLY_SCALES:
+                _expect_codes(source, tensor)
 
 
 def _parse(raw: Mapping[str, Any], file: Path) -> _Config:
@@ -131,88 +130,108 @@ def _parse(raw: Mapping[str, Any], file: Path) -> _Config:
     return config
 
 
-def _record(m: Layer, config: _Config, label: str, file: Path) -> LayerRecord:
+def _expect_codes(source: TensorSource, scale: str) -> None:
+    """An error where a module has FP8 scales and no FP8 weight."""
+    weight_name = f"{scale.rpartition('.')[0]}.weight"
+    weight = source.tensors.get(weight_name)
+    if weight is None or weight.dtype not in FP8_TYPES:
+        found = "no weight" if weight is None else f"a weight of {weight.dtype}"
+        file = source.tensors[scale].file
+        raise CheckpointError("scales without codes", file=file, tensor=scale, found=found, expected=f"{weight_name} in FP8")
+
+
+# ---- FP8 -----------------------------------------------------------------------------------------------------------------
+
+
+def _fp8_record(m: ModuleTensors, config: _Config, label: str, file: Path) -> LayerRecord:
     n, k = m.matrix()
     if (zeros := m.find("weight_zp")) is not None:
         raise m.error(zeros, "FP8 weights with zero points are not supported yet", zeros.name, "symmetric weights")
-    scale = m.need(SCALES, (*FLOATS, *E8M0))
-    block, how = _block(m, scale, n, k, config, file)
+    scale = m.require(SCALES, (*FLOATS, *E8M0))
+    block, granularity = _scale_block(m, scale, n, k, config, file)
     dtype = torch.float8_e8m0fnu if scale.dtype in E8M0 else scale.dtype
     divides = config.weight_scale_semantics == "inverse"
     if divides:
-        m.need(SCALES, (torch.float32,))
-    act = config.act(min(block[1], k) if how in ("block", "group") else None)
+        m.require(SCALES, (torch.float32,))
+    act = config.act(min(block[1], k) if granularity in ("block", "group") else None)
     static = act is not None and not act.dynamic
     if static:
-        m.number(_INPUTS)
-    elif act is not None and (left := m.find(_INPUTS)) is not None:
-        m.oddities.append(f"{left.name.rpartition('.')[2]} is not used: the config says that inputs are scaled dynamically")
-    for left_over in (*SCALES, *_INPUTS, "input_scale_ub"):
-        m.find(left_over)
-    spec = LinearSpec(n, k, FP8[m.main.dtype], block, scale_dtype=dtype, act=act, bias=m.bias(n))
+        m.scalar(_INPUT_SCALES)
+    elif act is not None and (unused := m.find(_INPUT_SCALES)) is not None:
+        m.warn(f"{unused.name.rpartition('.')[2]} is not used: the config says that activations are scaled dynamically")
+    for suffix in (*SCALES, *_INPUT_SCALES, "input_scale_ub"):
+        m.find(suffix)
+    spec = LinearSpec(n, k, FP8_TYPES[m.codes.dtype], block, scale_dtype=dtype, act=act, bias=m.has_bias(n))
 
-    def build() -> dict[str, Tensor | None]:
-        factor = m.read(SCALES).view(dtype).reshape(spec.grid)
-        if divides and not bool(((factor.abs() > _TINY) & factor.isfinite()).all()):
-            found = f"{float(factor.abs().min())} to {float(factor.abs().max())}"
-            raise m.error(scale, "a scale that nothing can be divided by", found, f"more than {_TINY}, and finite")
+    def read_fields() -> dict[str, Tensor | None]:
+        stored = m.read(SCALES).view(dtype).reshape(spec.grid)
         return {
-            "codes": m.read("weight").view(torch.uint8), "scale": factor.reciprocal() if divides else factor,
-            "input_scale": m.read(_INPUTS).reshape(()) if static else None,
+            "codes": m.read("weight").view(torch.uint8), "scale": _reciprocal(m, scale, stored) if divides else stored,
+            "input_scale": m.read(_INPUT_SCALES).reshape(()) if static else None,
         }  # fmt: skip
 
-    return m.record(f"{label} {how}", spec, build, {"scale": SCALES, "input_scale": _INPUTS})
+    return m.record(f"{label} {granularity}", spec, read_fields, {"scale": SCALES, "input_scale": _INPUT_SCALES})
 
 
-def _block(
-    m: Layer, scale: TensorInfo, n: int, k: int, config: _Config, file: Path
+def _scale_block(
+    m: ModuleTensors, scale: TensorInfo, n: int, k: int, config: _Config, file: Path
 ) -> tuple[tuple[int, int], Literal["tensor", "channel", "group", "block"]]:
-    """The block of one scale, from the config where it names one, else from the shape of the scales."""
+    """The scale block and its granularity, from the config where it names a block, else from the shape of the scales."""
     if config.block is not None:
-        bn, bk = config.block
-        grid = -(-n // bn), -(-k // bk)
-        if scale.shape != grid and not (grid == (1, 1) and scale.shape in NUMBER):
-            raise m.unfit(scale, n, k, f"{list(grid)}, as blocks of {bn} x {bk} in {file.name} mean")
-        return (bn, bk), "block"
-    if scale.shape in NUMBER:
+        grid = grid_of(n, k, config.block)
+        if scale.shape != grid and not (grid == (1, 1) and scale.shape in SCALAR_SHAPES):
+            bn, bk = config.block
+            raise m.scale_shape_error(scale, n, k, f"{list(grid)}, as blocks of {bn} x {bk} in {file.name} mean")
+        return config.block, "block"
+    if scale.shape in SCALAR_SHAPES:
         return (n, k), "tensor"
     if scale.shape in ((n,), (n, 1)):
         return (1, k), "channel"
     size = config.group_size
-    if isinstance(size, int) and size > 0 and scale.shape in ((n, -(-k // size)), (n * -(-k // size),)):  # AutoRound flattens
-        return (1, size), "group"
-    grid = -(-n // _USUAL[0]), -(-k // _USUAL[1])
+    if isinstance(size, int) and size > 0:
+        groups = -(-k // size)
+        if scale.shape in ((n, groups), (n * groups,)):  # AutoRound flattens them
+            return (1, size), "group"
+    grid = grid_of(n, k, _DEFAULT_BLOCK)
     if scale.shape != grid:
-        raise m.unfit(scale, n, k, f"[] (per tensor), [{n}] (per row), or {list(grid)} (blocks of 128 x 128)")
-    m.oddities.append("the config names no weight_block_size: blocks of 128 x 128 fit the scales")
-    return _USUAL, "block"
+        raise m.scale_shape_error(scale, n, k, f"[] (per tensor), [{n}] (per row), or {list(grid)} (blocks of 128 x 128)")
+    m.warn("the config names no weight_block_size: blocks of 128 x 128 fit the scales")
+    return _DEFAULT_BLOCK, "block"
 
 
-def _fp4_scale(source: TensorSource, base: str) -> str | None:
-    """The name of the E8M0 scales of two FP4 codes in an int8; None where there are none."""
-    for suffix in SCALES:
-        info = source.tensors.get(f"{base}.{suffix}")
-        if info is not None and info.dtype in E8M0:
-            return suffix
-    return None
+def _reciprocal(m: ModuleTensors, info: TensorInfo, scale: Tensor) -> Tensor:
+    if not bool(((scale.abs() > MIN_DIVISOR) & scale.isfinite()).all()):
+        found = f"{float(scale.abs().min())} to {float(scale.abs().max())}"
+        raise m.error(info, "scales without a float32 reciprocal", found, f"more than {MIN_DIVISOR}, and finite")
+    return scale.reciprocal()
 
 
-def _fp4_record(m: Layer, config: _Config, label: str) -> LayerRecord:
-    """Experts of DeepSeek-V4: two E2M1 codes in an int8, the lower one first, and an E8M0 scale for 32 columns."""
+# ---- FP4 experts ---------------------------------------------------------------------------------------------------------
+
+
+def _has_e8m0_scale(source: TensorSource, name: str) -> bool:
+    """Whether an int8 weight holds two FP4 codes per byte, which have an E8M0 scale."""
+    infos = (source.tensors.get(f"{name}.{suffix}") for suffix in SCALES)
+    return any(info is not None and info.dtype in E8M0 for info in infos)
+
+
+def _fp4_record(m: ModuleTensors, config: _Config, label: str) -> LayerRecord:
+    """Experts of DeepSeek-V4: two E2M1 codes in an int8, low nibble first, and an E8M0 scale per 32 columns."""
     n, columns = m.matrix()
     k = 2 * columns
-    scale = m.need(SCALES, E8M0)
+    scale = m.require(SCALES, E8M0)
     if scale.shape != (n, -(-k // 32)):
-        raise m.unfit(scale, n, k, f"{[n, -(-k // 32)]} (one for 32 columns)")
-    act = config.act(min((config.block or _USUAL)[1], k))
+        raise m.scale_shape_error(scale, n, k, f"{[n, -(-k // 32)]} (one per 32 columns)")
+    act = config.act(min((config.block or _DEFAULT_BLOCK)[1], k))
     if act is not None and not act.dynamic:
-        raise m.error(m.main, "FP4 experts with static activations are not supported yet", "activation_scheme static", "dynamic")
-    spec = LinearSpec(n, k, types.float4_e2m1, (1, 32), scale_dtype=torch.float8_e8m0fnu, act=act, bias=m.bias(n))
+        what = "FP4 experts with static activations are not supported yet"
+        raise m.error(m.codes, what, "activation_scheme static", "dynamic")
+    spec = LinearSpec(n, k, types.float4_e2m1, (1, 32), scale_dtype=torch.float8_e8m0fnu, act=act, bias=m.has_bias(n))
 
-    def build() -> dict[str, Tensor]:
+    def read_fields() -> dict[str, Tensor]:
         return {"codes": m.read("weight").view(torch.uint8), "scale": m.read(SCALES).view(torch.float8_e8m0fnu)}
 
-    return m.record(f"{label} fp4", spec, build, {"scale": SCALES})
+    return m.record(f"{label} fp4", spec, read_fields, {"scale": SCALES})
 
 
 READER = FP8Reader()

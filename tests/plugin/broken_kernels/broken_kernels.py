@@ -1,4 +1,4 @@
-"""Kernels as no package should offer them."""
+"""Entry points that a package should not have: each breaks in its own way."""
 
 from bitline import Kernel
 from bitline.types import YES
@@ -6,29 +6,29 @@ from bitline.types import YES
 NUMBER = 7
 
 
-class Stranger:
-    """No kernel at all."""
+class NotAKernel:
+    """Not a subclass of Kernel."""
 
 
 class ReferenceLinearKernel(Kernel):
-    """Has the name of another one."""
+    """A name that is taken."""
 
 
 def register():
-    """Is called, and raises."""
+    """Raises when it is called."""
     raise RuntimeError("out of order")
 
 
-class Trips(Kernel):
-    """Trips over every machine."""
+class RaisingSupport(Kernel):
+    """is_supported raises."""
 
     @classmethod
     def is_supported(cls, platform):
         return platform.no_such_attribute
 
 
-class Lies(Kernel):
-    """Says yes to everything in a way of its own, which a condition takes for a yes."""
+class TupleVerdict(Kernel):
+    """can_implement returns a tuple, which is truthy, instead of a Verdict."""
 
     @classmethod
     def can_implement(cls, spec):
@@ -39,8 +39,8 @@ class Lies(Kernel):
         return 1e-9
 
 
-class Dear(Kernel):
-    """Not offered to anyone."""
+class Unregistered(Kernel):
+    """A valid kernel that no entry point registers."""
 
     @classmethod
     def can_implement(cls, spec):

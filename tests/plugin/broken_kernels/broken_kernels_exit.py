@@ -1,4 +1,4 @@
-"""A module that ends the program when it is imported."""
+"""A module that exits the process when it is imported."""
 
 import sys
 

@@ -6,7 +6,7 @@ from bitline.types import YES, no
 
 
 class ToyInt8LinearKernel(Kernel):
-    """Eight-bit weights with one scale per output, dequantized at each call."""
+    """Weight-only int8 with per-channel scales: dequantize, then matmul."""
 
     platforms = ("cpu",)
     backend = "toy"
@@ -16,7 +16,7 @@ class ToyInt8LinearKernel(Kernel):
     def can_implement(cls, spec):
         if spec.weight.name != "int8":
             return no(f"weight type {spec.weight}", "with int8 weights")
-        if spec.group_size != -1 or spec.block[0] != 1:
+        if spec.block != (1, spec.k):
             return no(f"scale block {spec.block}", "with one scale per output channel")
         if spec.act is not None or spec.act_order or spec.zero != "none" or spec.scale2_block:
             return no(f"scheme {spec.scheme}", "weight-only and symmetric")

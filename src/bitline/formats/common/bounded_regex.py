@@ -1,8 +1,9 @@
 """Regular expressions out of a config, matched against module names in bounded time.
 
-Python's `re` backtracks: `(a+)+$` takes hours on a name of sixty characters. So an expression that could is not given
-to `re`; it is matched here by moving a set of positions through it, which takes about as many steps as the expression
-has parts times the name's length. Whether a name matches, which is all that is asked, is the same either way.
+Python's `re` backtracks: `(a+)+$` takes hours on a name of sixty characters. A pattern that could backtrack exponentially is
+not given to `re` but simulated as an NFA: a set of positions in the name, held as the bits of an integer, is advanced
+through the parsed pattern in about (nodes of the pattern) x (length of the name) steps. Both ways answer the same question,
+whether the name matches.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from bitline.errors import CheckpointError
 
 MAX_LENGTH = 20_000
 MAX_PATTERNS = 10_000
-_FAST_STEPS = 100_000  # what `re` may take for one name: a millisecond
-_SLOW_STEPS = 2_000_000  # what moving sets may take for all patterns of a config and all names: a few seconds
-_SECONDS = 30.0  # what all of it may take; the patterns and names of real models take milliseconds
+_BACKTRACKING_STEPS = 100_000  # of `re` for one name: a millisecond
+_SIMULATION_STEPS = 2_000_000  # of the NFA for all patterns and names of a config: a few seconds
+_SECONDS = 30.0  # for all patterns and names of a config; those of real models take milliseconds
 
-_SINGLE = {op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN}
+_SINGLE_CHARACTER = {op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN}
 _REPEATS = {op.MAX_REPEAT, op.MIN_REPEAT}
 
 
 class PatternError(ValueError):
-    """What is asked of an expression that is none, or one that no module name needs: back-references, atomic groups."""
+    """Not a regular expression, one with a feature that no module name needs (back-references, …), or one too expensive."""
 
 
 @dataclass
 class MatchBudget:
-    """What the patterns of one config have cost so far. file, field: where they are, for errors."""
+    """What the patterns of one config have cost so far. file, field: where they come from, for errors."""
 
     file: Path | None = None
     field: str | None = None
@@ -44,16 +45,16 @@ class MatchBudget:
 
 
 class Pattern:
-    """A regular expression for module names. `match` and `search` say whether it fits, as re.match and re.search do.
+    """A regular expression for module names; `match` and `search` say whether it matches, as re.match and re.search do.
 
-    effort: shared by the patterns of one config, so that many bad ones are not worse than one. One that no name can be
-    matched against soon is a CheckpointError where the effort has a file, else a PatternError.
+    budget: shared by the patterns of one config, so that many bad ones cost no more than one. A name that exceeds it is a
+    CheckpointError where the budget has a file, else a PatternError.
     """
 
-    def __init__(self, text: str, effort: MatchBudget | None = None) -> None:
-        self.effort = effort or MatchBudget()
-        self.effort.patterns += 1
-        if self.effort.patterns > MAX_PATTERNS:
+    def __init__(self, text: str, budget: MatchBudget | None = None) -> None:
+        self.budget = budget or MatchBudget()
+        self.budget.patterns += 1
+        if self.budget.patterns > MAX_PATTERNS:
             raise PatternError(f"more than {MAX_PATTERNS} patterns")
         if len(text) > MAX_LENGTH:
             raise PatternError(f"{len(text)} characters, more than {MAX_LENGTH}")
@@ -62,172 +63,156 @@ class Pattern:
             self._tree = _parser.parse(text)
         except (re.error, OverflowError, RecursionError, MemoryError) as error:
             raise PatternError(str(error) or type(error).__name__) from error
-        self.text, self._cost = text, _cost(self._tree)
+        self.text, self._cost = text, _backtracking_cost(self._tree)
 
     def match(self, name: str) -> bool:
-        """True where the name fits from its start."""
-        return self._timed(self._compiled.match, name, 0)
+        """True where the pattern matches at the start of the name."""
+        return self._timed(self._compiled.match, name, searching=False)
 
     def search(self, name: str) -> bool:
-        """True where any part of the name fits."""
-        return self._timed(self._compiled.search, name, 1)
+        """True where the pattern matches anywhere in the name."""
+        return self._timed(self._compiled.search, name, searching=True)
 
-    def _timed(self, quick: Callable[[str], object], name: str, starts: int) -> bool:
+    def _timed(self, backtracking: Callable[[str], object], name: str, *, searching: bool) -> bool:
         begin = time.perf_counter()
         try:
-            if self.effort.seconds > _SECONDS:
-                raise PatternError(f"matching {self.effort.patterns} patterns takes too long")
-            if self._quick(name, starts):
-                return quick(name) is not None
-            return _Sets(self, name).move(self._tree, (2 << len(name)) - 1 if starts else 1) != 0
+            if self.budget.seconds > _SECONDS:
+                raise PatternError(f"matching {self.budget.patterns} patterns takes too long")
+            if self._is_cheap(name, searching):
+                return backtracking(name) is not None
+            starts = (2 << len(name)) - 1 if searching else 1
+            return _Simulation(self, name).advance(self._tree, starts) != 0
         except PatternError as error:
-            if self.effort.file is None:
+            if self.budget.file is None:
                 raise
             what = "the config's patterns cannot be matched"
-            raise CheckpointError(what, file=self.effort.file, field=self.effort.field, found=error) from error
+            raise CheckpointError(what, file=self.budget.file, field=self.budget.field, found=error) from error
         finally:
-            self.effort.seconds += time.perf_counter() - begin
+            self.budget.seconds += time.perf_counter() - begin
 
-    def _quick(self, name: str, starts: int) -> bool:
-        """Whether `re` is certain to be done soon."""
+    def _is_cheap(self, name: str, searching: bool) -> bool:
+        """Whether `re` is certain to finish within its step limit."""
         if self._cost is None:
             return False
-        ways, loops = self._cost
-        return ways * (len(name) + 1) ** (loops + starts) <= _FAST_STEPS
+        factor, exponent = self._cost
+        return factor * (len(name) + 1) ** (exponent + searching) <= _BACKTRACKING_STEPS
 
 
-def _cost(tree: Any) -> tuple[int, int] | None:
-    """(a, b) where matching n characters takes `re` at most about a * n**b steps; None where it could be more."""
-    ways, loops = 1, 0
+def _backtracking_cost(tree: Any) -> tuple[int, int] | None:
+    """(a, b) where `re` takes at most about a * n**b steps on n characters; None where it could be more."""
+    factor, exponent = 1, 0
     for kind, value in tree:
-        parts: Iterable[Any] = ()
+        branches: Iterable[Any] = ()
         if kind in _REPEATS:
             low, high, body = value
-            inner = _cost(body)
+            inner = _backtracking_cost(body)
             if inner is None or (high > 1 and (inner != (1, 0) or body.getwidth()[0] == 0)):
-                return None  # a choice, or nothing at all, within a repetition: this is where the powers come from
-            ways, loops = ways * inner[0], loops + inner[1] + (low != high)
+                return None  # an alternative, or an empty match, within a repetition: exponential
+            factor, exponent = factor * inner[0], exponent + inner[1] + (low != high)
         elif kind is op.SUBPATTERN:
-            parts = (value[3],)
+            branches = (value[3],)
         elif kind is op.BRANCH:
-            parts, ways = value[1], ways * len(value[1])
+            branches, factor = value[1], factor * len(value[1])
         elif kind in (op.ASSERT, op.ASSERT_NOT):
-            parts = (value[1],)
-        elif kind not in _SINGLE and kind is not op.AT:
+            branches = (value[1],)
+        elif kind not in _SINGLE_CHARACTER and kind is not op.AT:
             return None
-        for part in parts:
-            inner = _cost(part)
+        for branch in branches:
+            inner = _backtracking_cost(branch)
             if inner is None:
                 return None
-            ways, loops = ways * inner[0], loops + inner[1]
-        if ways > _FAST_STEPS:
+            factor, exponent = factor * inner[0], exponent + inner[1]
+        if factor > _BACKTRACKING_STEPS:
             return None
-    return ways, loops
+    return factor, exponent
 
 
-class _Sets:
-    """One name, and sets of positions in it as the bits of an integer."""
+class _Simulation:
+    """NFA simulation on one name. A set of positions 0..len(name) is an integer: bit i stands for position i."""
 
     def __init__(self, pattern: Pattern, name: str) -> None:
-        self.name, self.text, self.effort = name, pattern.text, pattern.effort
+        self.name, self.text, self.budget = name, pattern.text, pattern.budget
         self.flags = pattern._compiled.flags
         self.all = (2 << len(name)) - 1
-        self.known: dict[Any, int] = {}
+        self.cache: dict[Any, int] = {}
 
-    def move(self, tree: Any, at: int) -> int:
-        """Where a match of `tree` can end that starts at one of the positions `at`."""
+    def advance(self, tree: Any, positions: int) -> int:
+        """The positions where a match of `tree` can end that starts at one of `positions`."""
         for kind, value in tree:
-            if not at:
+            if not positions:
                 break
-            self.effort.steps += 1
-            if self.effort.steps > _SLOW_STEPS:
+            self.budget.steps += 1
+            if self.budget.steps > _SIMULATION_STEPS:
                 raise PatternError(f"matching {self.text[:100]!r} takes too long")
-            at = self._one(kind, value, at)
-        return at
+            positions = self._node(kind, value, positions)
+        return positions
 
-    def _one(self, kind: Any, value: Any, at: int) -> int:
-        if kind in _SINGLE:
-            return (at & self._places(kind, value)) << 1
+    def _node(self, kind: Any, value: Any, positions: int) -> int:
+        if kind in _SINGLE_CHARACTER:
+            return (positions & self._accepting(kind, value)) << 1
         if kind is op.SUBPATTERN:
-            self._same_flags(value[1], value[2])
-            return self.move(value[3], at)
+            if value[1] or value[2]:
+                raise PatternError("flags for a part of a pattern are not supported")
+            return self.advance(value[3], positions)
         if kind is op.BRANCH:
             found = 0
-            for part in value[1]:
-                found |= self.move(part, at)
+            for branch in value[1]:
+                found |= self.advance(branch, positions)
             return found
         if kind in _REPEATS:
             low, high, body = value
-            return self._repeat(low, high, body, at)
+            return self._repeat(low, high, body, positions)
         if kind is op.AT:
-            return at & self._edges(value)
+            return positions & self._anchors(value)
         if kind in (op.ASSERT, op.ASSERT_NOT):
             direction, body = value
-            return self._where(at, lambda i: self._looks(direction, body, i) == (kind is op.ASSERT))
+            return self._filter(positions, lambda i: self._assertion(direction, body, i) == (kind is op.ASSERT))
         raise PatternError(f"{str(kind).lower()} is not supported in patterns for names")
 
-    def _repeat(self, low: int, high: Any, body: Any, at: int) -> int:
-        # A position never goes back, so after as many rounds as there are positions nothing new can come.
+    def _repeat(self, low: int, high: Any, body: Any, positions: int) -> int:
+        # Positions only advance, so nothing new is reached after as many rounds as there are positions.
         for _ in range(min(low, len(self.name) + 2)):
-            before, at = at, self.move(body, at)
-            if at in (0, before):
+            before, positions = positions, self.advance(body, positions)
+            if positions in (0, before):
                 break
-        reached = fresh = at
+        reached = fresh = positions
         for _ in range(min(int(high) - low, len(self.name) + 2)):
-            fresh = self.move(body, fresh) & ~reached
+            fresh = self.advance(body, fresh) & ~reached
             if not fresh:
                 break
             reached |= fresh
         return reached
 
-    def _looks(self, direction: int, body: Any, at: int) -> bool:
+    def _assertion(self, direction: int, body: Any, position: int) -> bool:
+        """Whether a look-ahead (direction > 0) or look-behind holds at a position."""
         if direction > 0:
-            return self.move(body, 1 << at) != 0
-        width = body.getwidth()[0]  # `re` has refused what has no one width
-        return width <= at and bool(self.move(body, 1 << (at - width)) >> at & 1)
+            return self.advance(body, 1 << position) != 0
+        width = body.getwidth()[0]  # `re` refuses look-behind of variable width
+        return width <= position and bool(self.advance(body, 1 << (position - width)) >> position & 1)
 
-    def _where(self, at: int, holds: Callable[[int], bool]) -> int:
-        return sum(1 << i for i in range(len(self.name) + 1) if at >> i & 1 and holds(i))
+    def _filter(self, positions: int, holds: Callable[[int], bool]) -> int:
+        return sum(1 << i for i in range(len(self.name) + 1) if positions >> i & 1 and holds(i))
 
-    def _same_flags(self, add: int, remove: int) -> None:
-        if add or remove:
-            raise PatternError("flags for a part of a pattern are not supported")
-
-    def _places(self, kind: Any, value: Any) -> int:
-        """The positions whose character this part takes."""
+    def _accepting(self, kind: Any, value: Any) -> int:
+        """The positions whose character this node accepts."""
         if kind is op.ANY:
             return self.all >> 1
         key = (kind, id(value) if kind is op.IN else value)  # the tree outlives this object
-        if key not in self.known:
-            taken = {c for c in set(self.name) if self._takes(kind, value, c)}
-            self.known[key] = sum(1 << i for i, c in enumerate(self.name) if c in taken)
-        return self.known[key]
+        if key not in self.cache:
+            accepted = {c for c in set(self.name) if self._accepts(kind, value, c)}
+            self.cache[key] = sum(1 << i for i, c in enumerate(self.name) if c in accepted)
+        return self.cache[key]
 
-    def _takes(self, kind: Any, value: Any, c: str) -> bool:
+    def _accepts(self, kind: Any, value: Any, c: str) -> bool:
         forms = {c, c.lower(), c.upper()} if self.flags & re.IGNORECASE else {c}
         if kind is op.LITERAL:
             return any(ord(form) == value for form in forms if len(form) == 1)
         if kind is op.NOT_LITERAL:
-            return not self._takes(op.LITERAL, value, c)
-        inside = any(self._member(value, form) for form in forms if len(form) == 1)
+            return not self._accepts(op.LITERAL, value, c)
+        inside = any(self._in_set(value, form) for form in forms if len(form) == 1)
         return inside != (value[0][0] is op.NEGATE)
 
-    def _edges(self, where: Any) -> int:
-        """The positions where an anchor holds. Names have no line ends, so every kind of end is the one end."""
-        name, last = self.name, len(self.name)
-        if where in (op.AT_BEGINNING, op.AT_BEGINNING_STRING, op.AT_BEGINNING_LINE):
-            return 1
-        if where in (op.AT_END, op.AT_END_STRING, op.AT_END_LINE):
-            return 1 << last
-        word = [False, *(re.match(r"\w", c, self.flags & re.ASCII) is not None for c in name), False]
-        turns = sum(1 << i for i in range(last + 1) if word[i] != word[i + 1])
-        if where in (op.AT_BOUNDARY, op.AT_UNI_BOUNDARY):
-            return turns
-        if where in (op.AT_NON_BOUNDARY, op.AT_UNI_NON_BOUNDARY):
-            return self.all & ~turns
-        raise PatternError(f"{str(where).lower()} is not supported in patterns for names")
-
-    def _member(self, members: Any, c: str) -> bool:
+    def _in_set(self, members: Any, c: str) -> bool:
         for kind, value in members:
             if kind is op.LITERAL and ord(c) == value:
                 return True
@@ -236,6 +221,21 @@ class _Sets:
             if kind is op.CATEGORY and re.match(_CATEGORIES[value], c, self.flags & re.ASCII):
                 return True
         return False
+
+    def _anchors(self, anchor: Any) -> int:
+        """The positions where an anchor holds. Names have no line breaks, so all ends are the end of the name."""
+        name, last = self.name, len(self.name)
+        if anchor in (op.AT_BEGINNING, op.AT_BEGINNING_STRING, op.AT_BEGINNING_LINE):
+            return 1
+        if anchor in (op.AT_END, op.AT_END_STRING, op.AT_END_LINE):
+            return 1 << last
+        word = [False, *(re.match(r"\w", c, self.flags & re.ASCII) is not None for c in name), False]
+        boundaries = sum(1 << i for i in range(last + 1) if word[i] != word[i + 1])
+        if anchor in (op.AT_BOUNDARY, op.AT_UNI_BOUNDARY):
+            return boundaries
+        if anchor in (op.AT_NON_BOUNDARY, op.AT_UNI_NON_BOUNDARY):
+            return self.all & ~boundaries
+        raise PatternError(f"{str(anchor).lower()} is not supported in patterns for names")
 
 
 _CATEGORIES = {

@@ -1,4 +1,4 @@
-"""A config's list of modules that were left alone, which is a hint and no more: the tensors decide."""
+"""A config's list of modules that are not quantized ("ignore", "modules_to_not_convert"): a hint, since tensors decide."""
 
 from __future__ import annotations
 
@@ -8,62 +8,58 @@ from typing import Any
 
 from bitline.errors import CheckpointError
 from bitline.formats.common.bounded_regex import MatchBudget, Pattern, PatternError
-from bitline.formats.common.module_names import tail
-from bitline.formats.common.module_tensors import Layer
+from bitline.formats.common.module_names import strip_wrappers
+from bitline.formats.common.module_tensors import ModuleTensors
 
-KV_ODDITY = "the config has this layer's output quantized, which is the key-value cache's business and is left alone"
+IGNORED_WARNING = "the config says that this layer is not quantized, but its tensors are"
+KV_CACHE_WARNING = "the config quantizes this layer's output, which is for the KV cache and does not affect the layer"
 
 
-def left_alone(config: Mapping[str, Any], file: Path, key: str = "modules_to_not_convert") -> list[str]:
-    """The names of modules that a config says were left alone; what is no list of names is a CheckpointError."""
+def ignored_names(config: Mapping[str, Any], file: Path, key: str = "modules_to_not_convert") -> list[str]:
+    """The names under `key` of the config, [] where there are none; a value that is no list of names is a CheckpointError."""
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{key} is not a list of names", file=file, field=key, found=repr(names)[:200])
     return names
 
 
-def is_known(found: object, known: Iterable[object]) -> bool:
-    """Whether an option's value is one of these. 1 is not true, and 0 is not false."""
-    return any(found is value or (isinstance(value, str) and found == value) for value in known)
+class IgnoredModules:
+    """The modules that a config says are not quantized. A quantized module on the list gets a warning.
 
-
-class Hints:
-    """The modules that a config says were left alone. What the list says and the tensors do not is an oddity.
-
-    Entries are whole parts of a module's name ("lm_head", "mlp.gate", "model.layers.0"); `*` and `?` are wildcards for a
-    whole name, "re:" begins an expression that a name starts with.
+    An entry is a run of whole components of a module's name ("lm_head", "mlp.gate", "model.layers.0"), a glob for the
+    whole name (with `*` or `?`), or "re:" and a regular expression matched from the name's start.
     """
 
     def __init__(self, entries: Iterable[str], file: Path) -> None:
         self._names: set[str] = set()
         self._patterns: list[Pattern] = []
-        effort = MatchBudget(file, "ignore")
+        budget = MatchBudget(file, "ignore")
         for entry in dict.fromkeys(entries):
             try:
                 if entry.startswith("re:"):
-                    self._patterns.append(Pattern(entry[3:], effort))
+                    self._patterns.append(Pattern(entry[3:], budget))
                 elif "*" in entry or "?" in entry:
-                    self._patterns.append(Pattern(_glob(entry), effort))
+                    self._patterns.append(Pattern(_glob(entry), budget))
                 else:
-                    self._names.add(tail(entry))
+                    self._names.add(strip_wrappers(entry))
             except PatternError as error:
                 raise CheckpointError(
-                    "an entry of the list of modules left alone is no regular expression", file=file, field="ignore",
+                    "an entry of the list of ignored modules is not a regular expression", file=file, field="ignore",
                     found=f"{entry!r}: {error}",
                 ) from error  # fmt: skip
         self._sizes = {name.count(".") + 1 for name in self._names}
 
-    def note(self, module: Layer) -> None:
-        """Add an oddity where the list names a module whose tensors are quantized."""
+    def warn_if_listed(self, module: ModuleTensors) -> None:
+        """Add a warning to a quantized module that the list names."""
         if not self._names and not self._patterns:
             return
-        parts = module.base.split(".")
+        parts = module.name.split(".")
         runs = {".".join(parts[i : i + size]) for size in self._sizes for i in range(len(parts) - size + 1)}
-        if runs & self._names or any(p.match(module.base) for p in self._patterns):
-            module.oddities.append("the config says that this layer is not quantized, yet its tensors are")
+        if runs & self._names or any(p.match(module.name) for p in self._patterns):
+            module.warn(IGNORED_WARNING)
 
 
 def _glob(text: str) -> str:
-    """A regular expression for a whole name with wildcards."""
+    """A glob as a regular expression for a whole name."""
     out = "".join(".*" if c == "*" else "." if c == "?" else f"\\{c}" if not c.isalnum() and c != "_" else c for c in text)
     return f"{out}$"

@@ -1,1 +1,1 @@
-"""compressed-tensors, the format of llm-compressor, and AutoRound's config over the same tensors."""
+"""compressed-tensors, the format of llm-compressor, also under AutoRound's own config."""

@@ -1,4 +1,4 @@
-"""The config side of compressed-tensors: which scheme a module was quantized with. No tensors here."""
+"""A compressed-tensors config: which quantization scheme each module has. No tensors here."""
 
 from __future__ import annotations
 
@@ -6,114 +6,46 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats.common.bounded_regex import MatchBudget, Pattern, PatternError
-from bitline.formats.common.module_names import ByName
+from bitline.formats.common.module_names import ByModuleName
+from bitline.formats.compressed_tensors.args import E5M3, QuantizationArgs, act_spec
+from bitline.formats.compressed_tensors.presets import preset
 from bitline.formats.io.json_object import invalid_config
-from bitline.types import ActSpec, ScalarType
+from bitline.types import ActSpec
 
-_EMBEDDINGS = {"embed_tokens", "tok_embeddings", "word_embeddings", "wte"}
+FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", E5M3,
+)  # fmt: skip
+# "dense" and "fakequant" store unquantized weights: this reader finds nothing to read.
+_ACCEPTED = {*FORMATS, "mixed-precision", "dense", "fakequant"}
 _REFUSED = {
     "marlin-24": "2:4 sparse Marlin tiles",
     "sparse-24-bitmask": "2:4 sparse weights",
     "sparse-bitmask": "sparse weights",
 }
-E5M3 = "nvfp4-e5m3-pack-quantized"  # AutoRound's own: unsigned E5M3 scales and no global one
-FORMATS = (
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", E5M3,
-)  # fmt: skip
-# "dense" and "fakequant" store plain weights: there is nothing for this reader to find.
-_DECLARED = {*FORMATS, "mixed-precision", "dense", "fakequant"}
+_EMBEDDINGS = {"embed_tokens", "tok_embeddings", "word_embeddings", "wte"}
 
 
-_ORDERS = ("group", "weight", "static", "dynamic")
-
-
-class QuantArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How weights or activations are quantized, in compressed-tensors' words. A strategy that is null follows from group_size.
-
-    Its own schema has no other keys either; the last three say how the numbers were found and change nothing.
-    """
-
-    num_bits: int = 8
-    type: str = "int"
-    symmetric: bool = True
-    strategy: str | None = None
-    group_size: int | None = None
-    block_structure: list[int] | str | None = None
-    dynamic: bool | Literal["local"] = False
-    actorder: bool | str | None = None
-    scale_dtype: str | None = None
-    zp_dtype: str | None = None
-    observer: str | None = None
-    observer_kwargs: Any = None
-
-    def __post_init__(self) -> None:
-        if self.type.lower() not in ("int", "float"):
-            raise ValueError(f"type is {self.type!r}, expected 'int' or 'float'")
-        if isinstance(self.actorder, str) and self.actorder.lower() not in _ORDERS:
-            raise ValueError(f"actorder is {self.actorder!r}, expected one of {', '.join(_ORDERS)}")
-        if not 1 <= self.num_bits <= 16:
-            raise ValueError(f"num_bits is {self.num_bits}, expected 1..16")
-        if self.group_size is not None and self.group_size < -1:
-            raise ValueError(f"group_size is {self.group_size}, expected -1 or more")
-        if self.how in ("group", "tensor_group") and (self.group_size or 0) < 1:
-            raise ValueError(f"strategy {self.how!r} needs a group_size, found {self.group_size}")
-        if self.how == "block":
-            _ = self.block
-
-    @property
-    def how(self) -> str:
-        """The strategy: "tensor", "channel", "group", "block", "token", "tensor_group" or "attn_head"."""
-        if self.strategy is not None:
-            return self.strategy.lower()
-        if not self.group_size:
-            return "tensor"
-        return "channel" if self.group_size == -1 else "group"
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns of a scale block. Older files write "128x128" for [128, 128]."""
-        sizes = self.block_structure
-        try:
-            rows, columns = (int(s) for s in (sizes.lower().split("x") if isinstance(sizes, str) else sizes or ()))
-        except ValueError:
-            rows = columns = 0
-        if rows < 1 or columns < 1:
-            raise ValueError(f"block_structure is {sizes!r}, expected two positive sizes")
-        return rows, columns
-
-    @property
-    def floating(self) -> bool:
-        """True for minifloat codes."""
-        return self.type.lower() == "float"
-
-    @property
-    def by_group_order(self) -> bool:
-        """True where the config says that columns were grouped in activation order and a g_idx was kept."""
-        return self.actorder is True or str(self.actorder).lower() in ("group", "dynamic")
-
-
-class Group(msgspec.Struct, forbid_unknown_fields=True):
-    """One entry of config_groups. `weights` null means that it is no rule for linear layers."""
+class ConfigGroup(msgspec.Struct, forbid_unknown_fields=True):
+    """One entry of config_groups. Null `weights` means that it does not quantize linear layers."""
 
     targets: list[str]
-    weights: QuantArgs | None = None
-    input_activations: QuantArgs | None = None
-    output_activations: QuantArgs | None = None
+    weights: QuantizationArgs | None = None
+    input_activations: QuantizationArgs | None = None
+    output_activations: QuantizationArgs | None = None
     format: str | None = None
 
 
-class Config(msgspec.Struct):
-    """quantization_config of compressed-tensors; unknown keys are the producer's own and are left alone."""
+class QuantizationConfig(msgspec.Struct):
+    """quantization_config of compressed-tensors; unknown keys are the producer's own and are not looked at."""
 
-    config_groups: dict[str, Group | list[str]] = {}
+    config_groups: dict[str, ConfigGroup | list[str]] = {}
     format: str | None = None
     ignore: list[str] | None = None
     version: str | None = None
@@ -122,197 +54,147 @@ class Config(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """What the config says about one module's quantization.
+class QuantizationScheme:
+    """How the config says that a module was quantized.
 
-    loose: the config names a preset and not the sizes, so group sizes are read off the scale tensors.
+    infer_sizes: the config names a preset and no reliable sizes, so group sizes follow from the shape of the scales.
     """
 
     name: str
-    weights: QuantArgs
+    weights: QuantizationArgs
     act: ActSpec | None
     format: str | None = None
-    loose: bool = False
+    infer_sizes: bool = False
     quantizes_output: bool = False
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One target of a config group: "re:" patterns match the module's name from its start, others name it or its class."""
+# ---- targets -------------------------------------------------------------------------------------------------------------
 
-    target: str
-    scheme: Scheme | None = None
+
+@dataclass(frozen=True)
+class Target:
+    """One target of a config group: "re:" and a pattern matched from the start of a module's name, or a name or class."""
+
+    text: str
+    scheme: QuantizationScheme | None = None
     pattern: Pattern | None = None
 
 
-class Rules:
-    """Targets, looked up by a module's name: equal names at once, patterns and classes in file order."""
+class Targets:
+    """Targets, looked up by a module's name: exact names first, then patterns, then classes, each in file order."""
 
-    def __init__(self, rules: list[Rule]) -> None:
-        self._patterns = [rule for rule in rules if rule.pattern is not None]
-        names: dict[str, Rule] = {}
-        # Class names are not in a checkpoint: a subclass (ColumnParallelLinear, …) is known by how its name ends.
-        self._classes: dict[str, Rule] = {}
-        for rule in rules:
-            if rule.pattern is None:
-                names.setdefault(rule.target, rule)
+    def __init__(self, targets: list[Target]) -> None:
+        self._patterns = [target for target in targets if target.pattern is not None]
+        names: dict[str, Target] = {}
+        # A checkpoint holds no class names: a subclass (ColumnParallelLinear, …) is recognized by how its name ends.
+        self._classes: dict[str, Target] = {}
+        for target in targets:
+            if target.pattern is None:
+                names.setdefault(target.text, target)
                 for kind in ("Linear", "Embedding"):
-                    if rule.target.endswith(kind):
-                        self._classes.setdefault(kind, rule)
-        self._names = ByName(names)
+                    if target.text.endswith(kind):
+                        self._classes.setdefault(kind, target)
+        self._names = ByModuleName(names)
 
-    def find(self, module: str) -> Rule | None:
-        """The rule whose target fits best: a name before a pattern, a pattern before a class, then file order."""
+    def find(self, module: str) -> Target | None:
+        """The most specific target that matches a module."""
         if (named := self._names.find(module)) is not None:
             return named
-        for rule in self._patterns:
-            if rule.pattern is not None and rule.pattern.match(module):
-                return rule
+        for target in self._patterns:
+            if target.pattern is not None and target.pattern.match(module):
+                return target
         return self._classes.get("Embedding" if module.rpartition(".")[2] in _EMBEDDINGS else "Linear")
 
 
-class Schemes:
-    """Finds the scheme of a module by its name."""
+class SchemeByModule:
+    """The scheme of every module, by its name."""
 
-    def __init__(self, rules: list[Rule], ignore: list[Rule], version: str | None = None) -> None:
-        self._rules, self._ignore, self.version = Rules(rules), Rules(ignore), version
+    def __init__(self, targets: list[Target], ignore: list[Target], version: str | None = None) -> None:
+        self._targets, self._ignore, self.version = Targets(targets), Targets(ignore), version
 
-    def find(self, module: str) -> Scheme | None:
-        """The scheme of a module, None where no target fits."""
-        rule = self._rules.find(module)
-        return None if rule is None else rule.scheme
+    def find(self, module: str) -> QuantizationScheme | None:
+        """The scheme of a module, None where no target matches."""
+        target = self._targets.find(module)
+        return None if target is None else target.scheme
 
     def ignored(self, module: str) -> bool:
-        """True where the config says that the module was left alone."""
+        """True where the config's ignore list names the module."""
         return self._ignore.find(module) is not None
 
     @property
-    def packed_densely(self) -> bool:
-        """Whether this producer packed odd bit widths as one dense stream, which began with compressed-tensors 0.18."""
+    def packs_densely(self) -> bool:
+        """Whether this release packs 3, 5, 6 and 7 bits as one dense stream, which began with compressed-tensors 0.18."""
         numbers = re.findall(r"\d+", (self.version or "")[:40])[:2]
         return len(numbers) < 2 or (int(numbers[0]), int(numbers[1])) >= (0, 18)
 
 
-def parse(raw: Mapping[str, Any], file: Path) -> Schemes:
-    """The rules of a compressed-tensors config. What is wrong or would be lost is a CheckpointError with its place."""
+# ---- parsing -------------------------------------------------------------------------------------------------------------
+
+
+def parse(raw: Mapping[str, Any], file: Path) -> SchemeByModule:
+    """The schemes of a compressed-tensors config. What is invalid or cannot be honoured is a CheckpointError."""
     try:
-        config = msgspec.convert(raw, Config)
+        config = msgspec.convert(raw, QuantizationConfig)
     except msgspec.ValidationError as error:
         raise invalid_config(error, file) from error
-    if transforms := (config.transform_config or {}).get("config_groups", config.transform_config):
-        raise CheckpointError(
-            "the weights were rotated and the model must undo it as it runs, which is not supported; the rotation would be lost",
-            file=file, field="transform_config", found=f"transform_config {str(transforms)[:200]}",
-            expected="no transform_config",
-            fix="quantize again without transforms (SpinQuant, QuIP, R1..R4)",
-        )  # fmt: skip
-    sparse = str((config.sparsity_config or {}).get("format") or "dense")
-    formats = [config.format, *(g.format for g in config.config_groups.values() if isinstance(g, Group))]
-    for name in [f for f in formats if f is not None] + ([sparse] if sparse != "dense" else []):
-        if name not in _DECLARED:
-            reason = f" ({_REFUSED[name]})" if name in _REFUSED else ""
-            raise CheckpointError(
-                f"format {name}{reason} is not supported yet", file=file, field="format", found=name,
-                expected=f"one of {', '.join(FORMATS)}",
-            )  # fmt: skip
-    rules: list[Rule] = []
-    effort = MatchBudget(file, "config_groups")
+    _refuse_transforms(config, file)
+    _check_formats(config, file)
+    targets: list[Target] = []
+    budget = MatchBudget(file, "config_groups")
     for name, group in config.config_groups.items():
         try:
             scheme = _scheme(name, group, config.format)
         except ValueError as error:
             raise invalid_config(error, file, f"config_groups.{name}") from error
-        targets = group.targets if isinstance(group, Group) else group
-        rules += [_rule(t, scheme, file, effort, f"config_groups.{name}.targets") for t in targets if scheme is not None]
-    return Schemes(rules, [_rule(t, None, file, effort, "ignore") for t in config.ignore or ()], config.version)
+        texts = group.targets if isinstance(group, ConfigGroup) else group
+        targets += [_target(t, scheme, file, budget, f"config_groups.{name}.targets") for t in texts if scheme is not None]
+    return SchemeByModule(targets, [_target(t, None, file, budget, "ignore") for t in config.ignore or ()], config.version)
 
 
-def _rule(target: str, scheme: Scheme | None, file: Path, effort: MatchBudget, field: str) -> Rule:
-    try:
-        return Rule(target, scheme, Pattern(target[3:], effort) if target.startswith("re:") else None)
-    except PatternError as error:
+def _refuse_transforms(config: QuantizationConfig, file: Path) -> None:
+    if transforms := (config.transform_config or {}).get("config_groups", config.transform_config):
         raise CheckpointError(
-            "a target is not a regular expression", file=file, field=field, found=f"{target!r}: {error}"
-        ) from error
+            "the weights are rotated and the model must apply the inverse at run time, which is not supported", file=file,
+            field="transform_config", found=f"transform_config {str(transforms)[:200]}", expected="no transform_config",
+            fix="quantize again without transforms (SpinQuant, QuIP, R1..R4)",
+        )  # fmt: skip
 
 
-def _scheme(name: str, group: Group | list[str], overall: str | None) -> Scheme | None:
-    if not isinstance(group, Group):
-        return _preset(name)
+def _check_formats(config: QuantizationConfig, file: Path) -> None:
+    sparse = str((config.sparsity_config or {}).get("format") or "dense")
+    formats = [config.format, *(g.format for g in config.config_groups.values() if isinstance(g, ConfigGroup))]
+    for name in [f for f in formats if f is not None] + ([sparse] if sparse != "dense" else []):
+        if name not in _ACCEPTED:
+            reason = f" ({_REFUSED[name]})" if name in _REFUSED else ""
+            raise CheckpointError(
+                f"format {name}{reason} is not supported yet", file=file, field="format", found=name,
+                expected=f"one of {', '.join(FORMATS)}",
+            )  # fmt: skip
+
+
+def _target(text: str, scheme: QuantizationScheme | None, file: Path, budget: MatchBudget, field: str) -> Target:
+    try:
+        return Target(text, scheme, Pattern(text[3:], budget) if text.startswith("re:") else None)
+    except PatternError as error:
+        found = f"{text!r}: {error}"
+        raise CheckpointError("a target is not a regular expression", file=file, field=field, found=found) from error
+
+
+def _scheme(name: str, group: ConfigGroup | list[str], default_format: str | None) -> QuantizationScheme | None:
+    if not isinstance(group, ConfigGroup):
+        return _preset_scheme(name)
     if group.weights is None:
         return None
-    inputs, form = group.input_activations, group.format or overall
-    if inputs is not None and form == E5M3 and inputs.how == "tensor_group":
+    inputs, form = group.input_activations, group.format or default_format
+    if inputs is not None and form == E5M3 and inputs.effective_strategy == "tensor_group":
         inputs = msgspec.structs.replace(inputs, scale_dtype=E5M3)
     act = None if inputs is None else act_spec(inputs)
-    return Scheme(name, group.weights, act, form, quantizes_output=group.output_activations is not None)
+    return QuantizationScheme(name, group.weights, act, form, quantizes_output=group.output_activations is not None)
 
 
-def act_spec(args: QuantArgs) -> ActSpec | None:
-    """An input scheme in compressed-tensors' words as an ActSpec, None for 16 bits; ValueError where there is no word for it."""
-    if args.num_bits >= 16:
+def _preset_scheme(name: str) -> QuantizationScheme | None:
+    found = preset(name)
+    if found is None:
         return None
-    known: dict[tuple[bool, int], ScalarType] = {
-        (False, 8): types.int8, (False, 4): types.int4, (True, 8): types.float8_e4m3fn, (True, 4): types.float4_e2m1,
-    }  # fmt: skip
-    dtype = known.get((args.floating, args.num_bits))
-    granularity: Any = {"token": "token", "tensor": "tensor", "group": "group", "tensor_group": "group"}.get(args.how)
-    if dtype is None or granularity is None or (not args.dynamic and granularity != "tensor"):
-        when = "dynamic" if args.dynamic else "static"
-        raise ValueError(f"input_activations are {args.type} {args.num_bits} bits {when} per {args.how}, which is not supported")
-    scale: Literal["float", "e8m0", "e4m3", "e5m3"] = "float"
-    if granularity == "group" and (args.floating or args.scale_dtype == "torch.uint8"):
-        if args.how == "tensor_group":
-            scale = "e5m3" if args.scale_dtype == E5M3 else "e4m3"
-        elif args.scale_dtype == "torch.uint8" or args.num_bits == 4:
-            scale = "e8m0"
-    size = args.group_size or 0 if granularity == "group" else 0
-    return ActSpec(dtype, bool(args.dynamic), granularity, size, args.symmetric, scale)
-
-
-_FLOAT_PRESETS: dict[str, tuple[QuantArgs, QuantArgs | None]] = {
-    "FP8": (QuantArgs(8, "float", strategy="tensor"), QuantArgs(8, "float", strategy="tensor")),
-    "FP8_DYNAMIC": (QuantArgs(8, "float", strategy="channel"), QuantArgs(8, "float", strategy="token", dynamic=True)),
-    "FP8_BLOCK": (
-        QuantArgs(8, "float", strategy="block", block_structure=[128, 128]),
-        QuantArgs(8, "float", strategy="group", group_size=128, dynamic=True),
-    ),
-    "NVFP4": (
-        QuantArgs(4, "float", strategy="tensor_group", group_size=16),
-        QuantArgs(4, "float", strategy="tensor_group", group_size=16, dynamic="local"),
-    ),
-    "MXFP4XFP8": (QuantArgs(4, "float", group_size=32), QuantArgs(8, "float", group_size=128, dynamic=True)),
-    "MXFP4": (QuantArgs(4, "float", group_size=32), QuantArgs(4, "float", group_size=32, dynamic=True)),
-    "MXFP6A8": (
-        QuantArgs(6, "float", group_size=32), QuantArgs(8, "float", group_size=32, dynamic=True, scale_dtype="torch.uint8"),
-    ),
-    "MXFP8": (
-        QuantArgs(8, "float", group_size=32), QuantArgs(8, "float", group_size=32, dynamic=True, scale_dtype="torch.uint8"),
-    ),
-    "NVFP4A16": (QuantArgs(4, "float", strategy="tensor_group", group_size=16), None),
-    "MXFP4A16": (QuantArgs(4, "float", group_size=32), None),
-    "MXFP6A16": (QuantArgs(6, "float", group_size=32), None),
-    "MXFP8A16": (QuantArgs(8, "float", group_size=32), None),
-}  # fmt: skip
-
-
-def _preset(name: str) -> Scheme | None:
-    """A scheme by its preset name: "W4A16", "FP8_DYNAMIC", …; None for UNQUANTIZED."""
-    upper = name.upper()
-    if upper == "UNQUANTIZED":
-        return None
-    if upper in _FLOAT_PRESETS:
-        weights, inputs = _FLOAT_PRESETS[upper]
-    elif found := re.fullmatch(r"(?:INT8|W([2-8])A(4|8|16|FP8)(_ASYM)?)", upper):
-        weight_bits, act, asymmetric = int(found[1] or 8), found[2] or "8", bool(found[3])
-        # What a preset's group size was has changed between releases: the scales' shape tells.
-        weights = QuantArgs(weight_bits, "int", symmetric=not asymmetric, strategy="group", group_size=128)
-        floating = act == "FP8"
-        inputs = (
-            None
-            if act == "16"
-            else QuantArgs(8 if floating else int(act), "float" if floating else "int", strategy="token", dynamic=True)
-        )
-    else:
-        raise ValueError(f"{name!r} is not a preset scheme")
-    return Scheme(upper, weights, None if inputs is None else act_spec(inputs), loose=True)
+    weights, inputs = found
+    return QuantizationScheme(name.upper(), weights, None if inputs is None else act_spec(inputs), infer_sizes=True)

@@ -1,1 +1,1 @@
-"""GGUF: llama.cpp's one-file models."""
+"""GGUF: llama.cpp's model files."""

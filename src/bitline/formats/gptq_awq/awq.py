@@ -1,7 +1,7 @@
-"""AWQ, version gemm: qweight packed along N, mostly with columns interleaved by 8, as AutoAWQ, GPTQModel and AutoRound write it.
+"""AWQ gemm: qweight packed along N, as AutoAWQ, GPTQModel and AutoRound write it, mostly with columns interleaved by 8.
 
-Zero points are stored as they are. `zero_point: false` does not mean that there are none: where qzeros exist they count.
-Versions gemv and gemv_fast are in awq_gemv.
+Zero points are stored unchanged. `zero_point: false` does not mean that there are none: where qzeros exist they count.
+The gemv and gemv_fast versions are in awq_gemv.py.
 """
 
 from __future__ import annotations
@@ -17,54 +17,56 @@ from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats.base import LayerRecord, TensorSource
 from bitline.formats.common import packed_int32
-from bitline.formats.common.ignored_modules import Hints, left_alone
+from bitline.formats.common.ignored_modules import IgnoredModules, ignored_names
 from bitline.formats.gptq_awq import awq_gemv
-from bitline.formats.gptq_awq.config import ModuleSettings, packing, quantizes_inputs
-from bitline.formats.gptq_awq.packed_module import IntModule, modules
+from bitline.formats.gptq_awq.config import SettingsByModule, auto_round_layout, quantizes_activations
+from bitline.formats.gptq_awq.packed_module import PackedModule, modules_with_qweight
 from bitline.formats.quant_config import find_quantization
 from bitline.types import LinearSpec
 
-_INTERLEAVED = (4, 5, 6, 7)  # as AutoAWQ and AutoRound write them; GPTQModel interleaves 4 bits alone
+_INTERLEAVED_BITS = (4, 5, 6, 7)  # as AutoAWQ and AutoRound write them; GPTQModel interleaves 4 bits only
 VERSIONS = ("gemm", "gemv", "gemv_fast", "llm-awq")
 
 
 class AWQReader:
-    """Layer records of AWQ checkpoints, and of AutoRound's own in the layout of version gemm."""
+    """Layer records of AWQ checkpoints, and of AutoRound's in the layout of version gemm."""
 
     name = "awq"
 
     def matches(self, source: TensorSource) -> bool:
-        """True for quant_method "awq", and "auto-round" with a packing_format that is laid out like it."""
+        """True for quant_method "awq", and for AutoRound with a packing_format laid out like it."""
         config, _ = find_quantization(source)
-        return config.get("quant_method") == "awq" or packing(config) == "awq gemm"
+        return config.get("quant_method") == "awq" or auto_round_layout(config) == "awq gemm"
 
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
-        """Every module with a qweight. Of data only the first qzeros are read, where the config denies them."""
+        """Every module with a qweight. Of data only the first row of qzeros is read, where the config says there are none."""
         config, file = find_quantization(source)
         version = _version(config, file)
-        names = list(modules(source))
-        settings = ModuleSettings(config, file, frozenset(names))
+        modules = list(modules_with_qweight(source))
+        settings = SettingsByModule(config, file, frozenset(modules))
         if version != "gemm":
             yield from awq_gemv.records(source, version, settings, file)
             return
-        hints, widths = Hints(left_alone(config, file), file), _interleaved(config)
-        label = "awq gemm" if packing(config) is None else "auto-round awq gemm"
-        for base in names:
-            module = IntModule(source, base, settings.of(base), file)
-            hints.note(module)
-            yield _record(module, label, module.width in widths)
+        ignored, interleaved_bits = IgnoredModules(ignored_names(config, file), file), _interleaved_bits(config)
+        label = "awq gemm" if auto_round_layout(config) is None else "auto-round awq gemm"
+        for name in modules:
+            module = PackedModule(source, name, settings.find(name), file)
+            ignored.warn_if_listed(module)
+            yield _record(module, label, module.bits in interleaved_bits)
+
+
+# ---- config --------------------------------------------------------------------------------------------------------------
 
 
 def _version(config: Mapping[str, Any], file: Path) -> str:
-    """The layout that the config names; what is not laid out in one of the known ways is refused."""
+    """The version that the config names; an unknown one is refused."""
     named: set[str] = set()
     for key in ("version", "checkpoint_format", "format"):
         value = config.get(key)
         if value is not None and str(value).lower() not in VERSIONS:
             raise CheckpointError(
                 f"AWQ {key} {value!r} is not supported yet", file=file, field=key, found=repr(value),
-                expected=" or ".join(VERSIONS),
-                fix="save or get the model in AWQ's gemm version",
+                expected=" or ".join(VERSIONS), fix="save the model in AWQ's gemm version",
             )  # fmt: skip
         named |= {str(value).lower()} - {"none"}
     if len(named) > 1:
@@ -72,76 +74,90 @@ def _version(config: Mapping[str, Any], file: Path) -> str:
             "the config names two versions of AWQ", file=file, field="version", found=" and ".join(sorted(named))
         )
     act_bits = config.get("act_bits")
-    if quantizes_inputs(act_bits):
+    if quantizes_activations(act_bits):
         raise CheckpointError(
             "AWQ with quantized activations is not supported yet", file=file, field="act_bits", found=f"act_bits {act_bits!r}"
         )
     return named.pop() if named else "gemm"
 
 
-def _interleaved(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The widths whose columns are interleaved by 8. GPTQModel's meta names it; Quark's export says pack_method "order"."""
+def _interleaved_bits(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The bit widths whose columns are interleaved by 8. meta.quantizer names GPTQModel; Quark exports pack_method "order"."""
     if config.get("pack_method") == "order":
         return ()
     meta = config.get("meta")
     quantizer = meta.get("quantizer") if isinstance(meta, Mapping) else None
-    return (4,) if "gptqmodel" in str(quantizer).lower() else _INTERLEAVED
+    return (4,) if "gptqmodel" in str(quantizer).lower() else _INTERLEAVED_BITS
 
 
-def _record(m: IntModule, label: str, interleaved: bool) -> LayerRecord:
-    k, words = m.main.shape
-    if words == m.n:
-        raise m.error(
-            m.main, "qweight and scales do not fit: AWQ packs along N",
-            f"qweight {[k, words]}, scales {list(m.scales.shape)}",
-            f"{-(-m.n * m.width // 32)} columns (GPTQ packs along K: quant_method may be wrong)",
-        )  # fmt: skip
-    m.check_bits(m.main, words)
-    m.check_zeros()
-    if interleaved and m.n % 8:
-        raise m.error(m.main, "AWQ interleaves columns by 8", f"{m.n} columns", "a multiple of 8")
-    block = m.block(k)
-    symmetric = _symmetric(m, interleaved)
+# ---- one module ----------------------------------------------------------------------------------------------------------
+
+
+def _record(m: PackedModule, label: str, interleaved: bool) -> LayerRecord:
+    k, block = _check_shapes(m, interleaved)
+    symmetric = _is_symmetric(m, interleaved)
     spec = LinearSpec(
-        m.n, k, types.unsigned(m.width, symmetric=symmetric), block, scale_dtype=m.scales.dtype,
-        zero="none" if symmetric else "int", bias=m.has_bias,
+        m.n, k, types.unsigned(m.bits, symmetric=symmetric), block, scale_dtype=m.scales.dtype,
+        zero="none" if symmetric else "int", bias=m.bias,
     )  # fmt: skip
 
-    def read() -> dict[str, Tensor | None]:
+    def read_codes() -> dict[str, Tensor | None]:
         packed = m.read("qweight")
-        if m.width == 4 and interleaved:
+        if m.bits == 4 and interleaved:
             codes = packed_int32.repack_awq(packed, m.n)
         else:
-            codes = packed_int32.repack_along_n(packed, m.width, m.n, interleaved=interleaved)
-        zero = None
-        if m.qzeros is not None:
-            zero = packed_int32.unpack_zero_points(m.read("qzeros"), m.width, m.n, interleaved=interleaved)
-            if symmetric and not _all_middle(zero, m.width):
-                found = f"{int(zero.min())} to {int(zero.max())}"
-                raise m.error(m.qzeros, "zero points that the config denies, after a group without", found, 1 << (m.width - 1))
-            zero = None if symmetric else zero
-        return {"codes": codes, "zero": zero}
+            codes = packed_int32.repack_along_n(packed, m.bits, m.n, interleaved=interleaved)
+        return {"codes": codes, "zero": _read_zeros(m, symmetric, interleaved)}
 
-    return m.done(label, spec, read)
+    return m.packed_record(label, spec, read_codes)
 
 
-def _symmetric(m: IntModule, interleaved: bool) -> bool:
-    """True where every zero point is the middle one: there are no qzeros, or the config says so and the first group agrees."""
+def _check_shapes(m: PackedModule, interleaved: bool) -> tuple[int, tuple[int, int]]:
+    """K and the scale block, with every tensor's shape checked against the others and the config."""
+    k, packed_columns = m.codes.shape
+    if packed_columns == m.n:
+        raise m.error(
+            m.codes, "qweight and scales do not fit: AWQ packs along N",
+            f"qweight {[k, packed_columns]}, scales {list(m.scales.shape)}",
+            f"{-(-m.n * m.bits // 32)} columns (GPTQ packs along K: quant_method may be wrong)",
+        )  # fmt: skip
+    m.check_packed_columns(m.codes, packed_columns)
+    m.check_qzeros()
+    if interleaved and m.n % 8:
+        raise m.error(m.codes, "AWQ interleaves columns by 8", f"{m.n} columns", "a multiple of 8")
+    return k, m.scale_block(k)
+
+
+def _is_symmetric(m: PackedModule, interleaved: bool) -> bool:
+    """True where zero points are implicit: there are no qzeros, or the config says so and the first group agrees."""
     if m.qzeros is None:
         if not m.settings.symmetric:
-            m.need("qzeros", (torch.int32,))
+            m.require("qzeros", (torch.int32,))
         return True
     if not m.settings.symmetric:
         return False
-    first = packed_int32.unpack_zero_points(m.source.read(m.qzeros.name, rows=1), m.width, m.n, interleaved=interleaved)
-    if _all_middle(first, m.width):
+    first = packed_int32.unpack_zero_points(m.source.read(m.qzeros.name, rows=1), m.bits, m.n, interleaved=interleaved)
+    if _are_implicit(first, m.bits):
         return True
-    m.oddities.append("the config says that there are no zero points, but qzeros hold some: they are used")
+    m.warn("the config says that there are no zero points, but qzeros hold some: they are used")
     return False
 
 
-def _all_middle(zero: Tensor, width: int) -> bool:
-    return bool((zero == 1 << (width - 1)).all())
+def _read_zeros(m: PackedModule, symmetric: bool, interleaved: bool) -> Tensor | None:
+    """Zero points uint8 [N, G], None for a symmetric weight, whose qzeros are checked in every group."""
+    if m.qzeros is None:
+        return None
+    zero = packed_int32.unpack_zero_points(m.read("qzeros"), m.bits, m.n, interleaved=interleaved)
+    if symmetric and not _are_implicit(zero, m.bits):
+        found = f"{int(zero.min())} to {int(zero.max())}"
+        what = "zero points in a later group, where the config and the first group have none"
+        raise m.error(m.qzeros, what, found, 1 << (m.bits - 1))
+    return None if symmetric else zero
+
+
+def _are_implicit(zero: Tensor, bits: int) -> bool:
+    """Whether all zero points are the implicit one, 2**(bits - 1)."""
+    return bool((zero == 1 << (bits - 1)).all())
 
 
 READER = AWQReader()

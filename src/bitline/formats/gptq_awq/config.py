@@ -1,118 +1,119 @@
-"""What the configs of GPTQ, AWQ and AutoRound say of each module: bits, group size, symmetry, and their overrides."""
+"""Per-module quantization settings of GPTQ, AWQ and AutoRound configs: bits, group size, symmetry, and their overrides."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bitline.errors import CheckpointError
 from bitline.formats.common.bounded_regex import MatchBudget, Pattern, PatternError
-from bitline.formats.common.module_names import ByName
+from bitline.formats.common.module_names import ByModuleName
+from bitline.formats.quant_config import AUTO_ROUND_METHODS
 
-AUTO_ROUND = ("auto-round", "intel/auto-round", "inc")
-
-# AutoRound's packing_format, with the older spellings, to the layout: GPTQ with v1 or v2 zeros, or AWQ.
-PACKINGS = {
+# AutoRound's packing_format, old spellings included: the tensor layout, GPTQ with v1 or v2 zero points, or AWQ.
+AUTO_ROUND_LAYOUTS = {
     "auto": "gptq v1", "auto_round:gptq": "gptq v1", "auto_round:auto_gptq": "gptq v1",
     "auto_round": "gptq v2", "auto_round:gptqmodel": "gptq v2", "auto_round:exllamav2": "gptq v2",
     "auto_round:awq": "awq gemm", "auto_round:auto_awq": "awq gemm",
 }  # fmt: skip
 
 
-def packing(config: Mapping[str, Any]) -> str | None:
-    """The layout of an AutoRound checkpoint of integers: "gptq v1", "gptq v2" or "awq gemm"; None for any other."""
-    if config.get("quant_method") not in AUTO_ROUND:
+def auto_round_layout(config: Mapping[str, Any]) -> str | None:
+    """The layout of an AutoRound checkpoint of integers: "gptq v1", "gptq v2" or "awq gemm"; None for any other config."""
+    if config.get("quant_method") not in AUTO_ROUND_METHODS:
         return None
     if not str(config.get("data_type", "int")).startswith("int"):
         return None
-    return PACKINGS.get(str(config.get("packing_format", "auto")))
+    return AUTO_ROUND_LAYOUTS.get(str(config.get("packing_format", "auto")))
 
 
-def quantizes_inputs(act_bits: object) -> bool:
-    """AutoRound's act_bits: whether inputs have fewer bits than 16, or a width that is none."""
+def quantizes_activations(act_bits: object) -> bool:
+    """Whether AutoRound's act_bits is below 16, or not a width at all."""
     return act_bits is not None and not (type(act_bits) is int and act_bits >= 16)
 
 
 @dataclass(frozen=True)
-class Ints:
-    """How one module's integers were made. skip: the config says that this module was left alone."""
+class ModuleSettings:
+    """How one module was quantized. ignored: the config says that it was not."""
 
     bits: int
     group_size: int
     symmetric: bool
     act_order: bool = False
-    skip: bool = False
+    ignored: bool = False
 
 
-class ModuleSettings:
-    """The settings of every module: the config's own, changed by the override that its name matches.
+class SettingsByModule:
+    """The settings of every module: the config's own, changed by the override whose key matches the module's name.
 
-    GPTQ's `dynamic` maps patterns to overrides: the first that `re.match`es rules, "-:" before it means not quantized.
-    AutoRound's `extra_config` maps names and patterns: the module's own name rules, else the first that `re.search`es,
-    else a name that is the module's under another wrapping ("model.language_model.…").
-    A config that is not valid for some module is a CheckpointError when it is made, not when that module is met.
+    GPTQ's `dynamic` maps patterns to overrides: the first that `re.match`es wins, a "-:" prefix means not quantized.
+    AutoRound's `extra_config` maps names and patterns: the module's exact name wins, then the first key that `re.search`
+    finds in it, then a key that is the module's name under other wrappers ("model.language_model.…").
+    An invalid override is a CheckpointError at construction, not when its module is met.
     """
 
     def __init__(self, config: Mapping[str, Any], file: Path, modules: Container[str] = ()) -> None:
         self._file = file
-        self._base = self._parse(config, None)
-        self._exact: dict[str, Ints] = {}
-        self._rules: list[tuple[Pattern, Ints]] = []
-        names: dict[str, Ints] = {}
-        self._anywhere = config.get("quant_method") in AUTO_ROUND
-        key = "extra_config" if self._anywhere else "dynamic"
-        self._effort = MatchBudget(file, key)
+        self._default = self._parse(config, None)
+        self._exact: dict[str, ModuleSettings] = {}
+        self._patterns: list[tuple[Pattern, ModuleSettings]] = []
+        by_name: dict[str, ModuleSettings] = {}
+        self._auto_round = config.get("quant_method") in AUTO_ROUND_METHODS
+        key = "extra_config" if self._auto_round else "dynamic"
+        self._budget = MatchBudget(file, key)
         overrides = config.get(key) or {}
         if not isinstance(overrides, Mapping):
             raise self._error(key, f"{key} is not an object", type(overrides).__name__, "names or patterns to overrides")
-        for name, change in overrides.items():
-            self._add(config, key, name, change, modules, names)
-        self._elsewhere = ByName(names)
+        for name, override in overrides.items():
+            self._add_override(config, key, name, override, modules, by_name)
+        self._by_alias = ByModuleName(by_name)
 
-    def of(self, module: str) -> Ints:
+    def find(self, module: str) -> ModuleSettings:
         """The settings of a module by its full name."""
         if module in self._exact:
             return self._exact[module]
-        for pattern, settings in self._rules:
-            if pattern.search(module) if self._anywhere else pattern.match(module):
+        for pattern, settings in self._patterns:
+            if pattern.search(module) if self._auto_round else pattern.match(module):
                 return settings
-        return self._elsewhere.find(module) or self._base
+        return self._by_alias.find(module) or self._default
 
-    def _add(
-        self, config: Mapping[str, Any], key: str, name: str, change: Any, modules: Container[str], names: dict[str, Ints]
-    ) -> None:
-        negative = name.startswith("-:") and not self._anywhere
-        if not isinstance(change, Mapping) and not (negative and change is None):
+    def _add_override(
+        self, config: Mapping[str, Any], key: str, name: str, override: Any, modules: Container[str],
+        by_name: dict[str, ModuleSettings],
+    ) -> None:  # fmt: skip
+        negative = name.startswith("-:") and not self._auto_round
+        if not isinstance(override, Mapping) and not (negative and override is None):
             raise self._error(
-                f"{key}.{name}", f"an override in {key} is not an object", f"{name!r}: {change!r}", '{"bits": …, "group_size": …}'
-            )
+                f"{key}.{name}", f"an override in {key} is not an object", f"{name!r}: {override!r}",
+                '{"bits": …, "group_size": …}',
+            )  # fmt: skip
         if negative:
-            settings = Ints(**{**vars(self._base), "skip": True})
-        elif self._anywhere and not change:
+            settings = replace(self._default, ignored=True)
+        elif self._auto_round and not override:
             return
         else:
-            settings = self._parse({**config, **(change or {})}, name)
-        if self._anywhere and name in modules:
+            settings = self._parse({**config, **(override or {})}, name)
+        if self._auto_round and name in modules:
             self._exact[name] = settings
             return
-        if self._anywhere:
-            names[name] = settings
-        text = name if self._anywhere else name.removeprefix("-:").removeprefix("+:")
+        if self._auto_round:
+            by_name[name] = settings
+        text = name if self._auto_round else name.removeprefix("-:").removeprefix("+:")
         try:
-            self._rules.append((Pattern(text, self._effort), settings))
+            self._patterns.append((Pattern(text, self._budget), settings))
         except PatternError as error:
             raise self._error(key, f"a pattern in {key} is no regular expression", f"{name!r} ({error})", None) from error
 
-    def _parse(self, config: Mapping[str, Any], name: str | None) -> Ints:
-        where = "" if name is None else f" of the override {name!r}"
-        width = self._integer(config, ("bits", "w_bit"), where)
-        if name is not None and width >= 16:
-            return Ints(**{**vars(self._base), "skip": True})
+    def _parse(self, config: Mapping[str, Any], override: str | None) -> ModuleSettings:
+        where = "" if override is None else f" of the override {override!r}"
+        bits = self._integer(config, ("bits", "w_bit"), where)
+        if override is not None and bits >= 16:
+            return replace(self._default, ignored=True)
         group_size = self._integer(config, ("group_size", "q_group_size"), where, default=-1)
-        if not 2 <= width <= 8:
-            raise self._error("bits", f"bits{where} are out of range", width, "2 to 8")
+        if not 2 <= bits <= 8:
+            raise self._error("bits", f"bits{where} are out of range", bits, "2 to 8")
         if group_size == 0 or group_size < -1:
             raise self._error("group_size", f"group_size{where} is not valid", group_size, "-1 (one group per row) or more")
         symmetric = self._flag(config, "sym", True, where)
@@ -120,7 +121,7 @@ class ModuleSettings:
             symmetric = not self._flag(config, "zero_point", True, where)
         elif config.get("quant_method") == "awq" and config.get("sym") is None:
             symmetric = False
-        return Ints(width, group_size, symmetric, self._flag(config, "desc_act", False, where))
+        return ModuleSettings(bits, group_size, symmetric, self._flag(config, "desc_act", False, where))
 
     def _integer(self, config: Mapping[str, Any], keys: tuple[str, ...], where: str, default: int | None = None) -> int:
         value = next((config[key] for key in keys if config.get(key) is not None), default)

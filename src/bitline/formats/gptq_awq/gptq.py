@@ -1,7 +1,7 @@
 """GPTQ: qweight packed along K, as AutoGPTQ, GPTQModel and AutoRound write it, with v1 and v2 zero points.
 
-v1 stores a zero point minus one, v2 stores it as it is. Symmetric checkpoints have the middle zero whatever is stored:
-some are labelled v1 and stored as v2.
+v1 stores a zero point minus one, v2 stores it unchanged. Symmetric checkpoints have the implicit zero point 2**(bits - 1)
+whatever their qzeros hold: some are labelled v1 and stored as v2.
 """
 
 from __future__ import annotations
@@ -18,55 +18,65 @@ from bitline import bitstream, native, types
 from bitline.errors import CheckpointError
 from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_act_order_length
 from bitline.formats.common import act_order, packed_int32
-from bitline.formats.gptq_awq.config import ModuleSettings, packing, quantizes_inputs
-from bitline.formats.gptq_awq.packed_module import IntModule, modules
+from bitline.formats.gptq_awq.config import SettingsByModule, auto_round_layout, quantizes_activations
+from bitline.formats.gptq_awq.packed_module import PackedModule, modules_with_qweight
 from bitline.formats.io.json_object import read_config
 from bitline.formats.quant_config import find_quantization
 from bitline.types import LinearSpec
 
-FORMATS = ("gptq", "gptq_v2", "gptq_p")
+CHECKPOINT_FORMATS = ("gptq", "gptq_v2", "gptq_p")
 
 
 @dataclass(frozen=True)
-class Layout:
-    """label: for people. minus_one: zero points are stored minus one. planar: widths whose words are bit planes."""
+class GPTQLayout:
+    """label: of the layer records. zeros_minus_one: v1 zero points. planar_bits: bit widths stored as bit planes."""
 
     label: str
-    minus_one: bool
-    planar: tuple[int, ...] = ()
+    zeros_minus_one: bool
+    planar_bits: tuple[int, ...] = ()
 
 
 class GPTQReader:
-    """Layer records of GPTQ checkpoints, and of AutoRound's own in the same layout."""
+    """Layer records of GPTQ checkpoints, and of AutoRound's in the same layout."""
 
     name = "gptq"
 
     def matches(self, source: TensorSource) -> bool:
-        """True for quant_method "gptq", and "auto-round" with a packing_format that is laid out like it."""
+        """True for quant_method "gptq", and for AutoRound with a packing_format laid out like it."""
         config, _ = find_quantization(source)
-        return config.get("quant_method") == "gptq" or (packing(config) or "").startswith("gptq")
+        return config.get("quant_method") == "gptq" or (auto_round_layout(config) or "").startswith("gptq")
 
     def layers(self, source: TensorSource) -> Iterator[LayerRecord]:
         """Every module with a qweight. Of tensor data only g_idx and one row of symmetric qzeros are read."""
         config, file = find_quantization(source)
         _check_side_file(config, file)
-        names = list(modules(source))
-        layout, settings = _layout(config, file), ModuleSettings(config, file, frozenset(names))
-        for base in names:
-            yield _record(IntModule(source, base, settings.of(base), file), layout)
+        modules = list(modules_with_qweight(source))
+        layout, settings = _layout(config, file), SettingsByModule(config, file, frozenset(modules))
+        for module in modules:
+            yield _record(PackedModule(source, module, settings.find(module), file), layout)
 
 
-def _layout(config: Mapping[str, Any], file: Path) -> Layout:
-    """The layout that the config names; what is not laid out in one of the known ways is refused."""
-    known = packing(config)
+# ---- config --------------------------------------------------------------------------------------------------------------
+
+
+def _layout(config: Mapping[str, Any], file: Path) -> GPTQLayout:
+    """The layout that the config names; an unknown one is refused."""
+    known = auto_round_layout(config)
     if known is not None:
         act_bits = config.get("act_bits")
-        if quantizes_inputs(act_bits):
-            raise _refused(file, "act_bits", "AutoRound's GPTQ layout with quantized activations", f"act_bits {act_bits!r}")
-        return Layout(f"auto-round {known}", known == "gptq v1")  # AutoRound's 5, 6 and 7 bits are a bit stream
-    words = config.get("pack_dtype")
-    if words is not None and str(words).removeprefix("torch.") != "int32":
-        raise _refused(file, "pack_dtype", "words of this size", f"pack_dtype {words!r}", "int32")
+        if quantizes_activations(act_bits):
+            raise _unsupported(file, "act_bits", "AutoRound's GPTQ layout with quantized activations", f"act_bits {act_bits!r}")
+        return GPTQLayout(f"auto-round {known}", known == "gptq v1")  # AutoRound's 5, 6 and 7 bits are a bit stream
+    pack_dtype = config.get("pack_dtype")
+    if pack_dtype is not None and str(pack_dtype).removeprefix("torch.") != "int32":
+        raise _unsupported(file, "pack_dtype", "codes packed in another dtype", f"pack_dtype {pack_dtype!r}", "int32")
+    label = _checkpoint_format(config, file)
+    if label == "gptq_p":
+        return GPTQLayout("gptq planar", False, (3, 5, 6, 7))
+    return GPTQLayout("gptq v1" if label == "gptq" else "gptq v2", label == "gptq", (5, 6, 7))
+
+
+def _checkpoint_format(config: Mapping[str, Any], file: Path) -> str:
     named = [str(config[key]).lower() for key in ("checkpoint_format", "format") if config.get(key) is not None]
     if len(set(named)) > 1:
         raise CheckpointError(
@@ -76,22 +86,23 @@ def _layout(config: Mapping[str, Any], file: Path) -> Layout:
     label = named[0] if named else "gptq"
     if config.get("is_marlin_format") is True:
         label = "marlin"
-    if label not in FORMATS:
-        raise _refused(file, "checkpoint_format", "this checkpoint_format of GPTQ", repr(label), ", ".join(FORMATS))
-    if label == "gptq_p":
-        return Layout("gptq planar", False, (3, 5, 6, 7))
-    return Layout("gptq v1" if label == "gptq" else "gptq v2", label == "gptq", (5, 6, 7))
+    if label not in CHECKPOINT_FORMATS:
+        expected = ", ".join(CHECKPOINT_FORMATS)
+        raise _unsupported(file, "checkpoint_format", "this checkpoint_format of GPTQ", repr(label), expected)
+    return label
 
 
 def _check_side_file(config: Mapping[str, Any], file: Path) -> None:
-    """quantize_config.json beside config.json says the same of what no tensor tells: how zero points are stored, or whether."""
+    """quantize_config.json beside config.json must agree on what no tensor tells: v1 or v2 zero points, and symmetry."""
     side = file.with_name("quantize_config.json")
     if config.get("quant_method") != "gptq" or file == side or not side.is_file():
         return
     other = read_config(side)
-    for key, usual in (("checkpoint_format", "gptq"), ("sym", True)):
-        one, two = ((c.get(key), c.get("format") if key == "checkpoint_format" else None) for c in (config, other))
-        values = [str(next((v for v in both if v is not None), usual)).lower() for both in (one, two)]
+    for key, alias, default in (("checkpoint_format", "format", "gptq"), ("sym", None, True)):
+        values = []
+        for source in (config, other):
+            candidates = (source.get(key), source.get(alias) if alias else None)
+            values.append(str(next((v for v in candidates if v is not None), default)).lower())
         if values[0] != values[1]:
             raise CheckpointError(
                 f"{file.name} and {side.name} contradict each other", file=side, field=key, found=" and ".join(values),
@@ -99,118 +110,141 @@ def _check_side_file(config: Mapping[str, Any], file: Path) -> None:
             )  # fmt: skip
 
 
-def _refused(file: Path, field: str, what: str, found: str, expected: str | None = None) -> CheckpointError:
+def _unsupported(file: Path, field: str, what: str, found: str, expected: str | None = None) -> CheckpointError:
     return CheckpointError(
         f"{what} is not supported yet", file=file, field=field, found=found, expected=expected,
         fix="save the model in checkpoint_format gptq",
     )  # fmt: skip
 
 
-def _record(m: IntModule, layout: Layout) -> LayerRecord:
-    k, block = _shape(m)
+# ---- one module ----------------------------------------------------------------------------------------------------------
+
+
+def _record(m: PackedModule, layout: GPTQLayout) -> LayerRecord:
+    k, block = _check_shapes(m)
     g_idx = m.find("g_idx")
-    perm = groups = None
-    if g_idx is not None:
-        perm, groups = _order(m, g_idx, k, block[1])
-        if perm is not None and not m.settings.act_order:
-            m.oddities.append("g_idx holds an activation order that the config does not mention")
-        elif perm is None and m.settings.act_order and m.groups > 1:
-            m.oddities.append("the config says desc_act, but g_idx has the columns in order")
-    elif m.settings.act_order and m.groups > 1:
-        m.oddities.append("the config says desc_act, but there is no g_idx: columns are taken in order")
-    symmetric, planar = m.settings.symmetric, m.width in layout.planar
+    perm, group_index = (None, None) if g_idx is None else _read_order(m, g_idx, k, block[1])
+    _warn_about_order(m, g_idx, perm)
+    symmetric, planar = m.settings.symmetric, m.bits in layout.planar_bits
     if symmetric:
-        _note_zeros(m, layout, planar)
+        _warn_about_unused_zeros(m, layout, planar)
     elif m.qzeros is None:
-        m.need("qzeros", (torch.int32,))
+        m.require("qzeros", (torch.int32,))
     spec = LinearSpec(
-        m.n, k, types.unsigned(m.width, symmetric=symmetric), block, scale_dtype=m.scales.dtype,
-        zero="none" if symmetric else "int", act_order=perm is not None, ragged=groups is not None, bias=m.has_bias,
+        m.n, k, types.unsigned(m.bits, symmetric=symmetric), block, scale_dtype=m.scales.dtype,
+        zero="none" if symmetric else "int", act_order=perm is not None, ragged=group_index is not None, bias=m.bias,
     )  # fmt: skip
 
-    def read() -> dict[str, Tensor | None]:
-        words = m.read("qweight")
+    def read_codes() -> dict[str, Tensor | None]:
+        packed = m.read("qweight")
         if g_idx is not None:
-            _check_padding(m, words, k, planar)
-        if perm is not None and not planar and k * m.width == 32 * words.shape[0]:
-            codes = packed_int32.repack_gptq_permuted(words, m.width, perm)
-        else:
-            codes = packed_int32.repack_gptq_planar(words, m.width, k) if planar else packed_int32.repack_gptq(words)
-            codes = codes if perm is None else bitstream.take(codes, m.width, k, perm.long())
-        codes = codes[:, : bitstream.row_bytes(k, m.width)]
-        zero = None if symmetric else _zeros(m.read("qzeros"), m.width, m.n, layout, planar)
-        return {"codes": codes, "zero": zero, "perm": perm, "group_index": groups}
+            _check_padding(m, packed, k, planar)
+        codes = _repack(packed, m.bits, k, perm, planar)
+        zero = None if symmetric else _zero_points(m.read("qzeros"), m.bits, m.n, layout, planar)
+        return {"codes": codes, "zero": zero, "perm": perm, "group_index": group_index}
 
-    return m.done(layout.label, spec, read)
+    return m.packed_record(layout.label, spec, read_codes)
 
 
-def _shape(m: IntModule) -> tuple[int, tuple[int, int]]:
-    """K and the block of one scale, with every tensor's shape held against the others and against the config."""
-    rows, n = m.main.shape
+def _check_shapes(m: PackedModule) -> tuple[int, tuple[int, int]]:
+    """K and the scale block, with every tensor's shape checked against the others and the config."""
+    packed_rows, n = m.codes.shape
     if n != m.n:
         raise m.error(
-            m.main, "qweight and scales do not fit: GPTQ packs along K", f"qweight {[rows, n]}, scales {list(m.scales.shape)}",
+            m.codes, "qweight and scales do not fit: GPTQ packs along K",
+            f"qweight {[packed_rows, n]}, scales {list(m.scales.shape)}",
             f"{m.n} columns in both (AWQ packs along N: quant_method may be wrong)",
         )  # fmt: skip
-    m.check_zeros()
-    whole = m.width if 32 % m.width else 1  # 32 codes of 3 bits are 3 words
-    if rows % whole:
-        raise m.error(m.main, f"qweight's rows do not hold whole blocks of {m.width}-bit codes", rows, f"a multiple of {whole}")
-    k = rows * 32 // m.width
-    index = m.source.tensors.get(f"{m.base}.g_idx")
-    if index is not None and len(index.shape) == 1 and -(-index.shape[0] * m.width // (32 * whole)) * whole == rows:
-        k = index.shape[0]  # the last word, or block of words, is padded
-    if index is not None and (index.shape != (k,) or index.dtype not in (torch.int32, torch.int64)):
+    m.check_qzeros()
+    multiple = _rows_per_block(m.bits)
+    if packed_rows % multiple:
+        what = f"qweight's rows do not hold whole blocks of {m.bits}-bit codes"
+        raise m.error(m.codes, what, packed_rows, f"a multiple of {multiple}")
+    k = packed_rows * 32 // m.bits
+    g_idx = m.source.tensors.get(f"{m.name}.g_idx")
+    if g_idx is not None and len(g_idx.shape) == 1 and -(-g_idx.shape[0] * m.bits // (32 * multiple)) * multiple == packed_rows:
+        k = g_idx.shape[0]  # the last int32, or block of them, is padded
+    if g_idx is not None and (g_idx.shape != (k,) or g_idx.dtype not in (torch.int32, torch.int64)):
         raise m.error(
-            index, "g_idx does not fit qweight", f"{index.dtype} {list(index.shape)}",
-            f"int32 [{k}]: {rows} words of {m.width}-bit codes, as bits = {m.width} in {m.config_file.name} means",
+            g_idx, "g_idx does not fit qweight", f"{g_idx.dtype} {list(g_idx.shape)}",
+            f"int32 [{k}]: {packed_rows} int32 of {m.bits}-bit codes, as bits = {m.bits} in {m.config_file.name} means",
         )  # fmt: skip
-    return k, m.block(k)
+    return k, m.scale_block(k)
 
 
-def _check_padding(m: IntModule, words: Tensor, k: int, planar: bool) -> None:
-    """Codes past the last column, of words that K does not fill, are zeros: others would be columns that g_idx lacks."""
-    whole = m.width if 32 % m.width else 1
-    before = (words.shape[0] - whole) * 32 // m.width
-    count = whole * 32 // m.width
+def _rows_per_block(bits: int) -> int:
+    """int32 rows that hold whole codes: one where bits divides 32, else `bits` rows of 32 codes."""
+    return bits if 32 % bits else 1
+
+
+def _check_padding(m: PackedModule, packed: Tensor, k: int, planar: bool) -> None:
+    """Codes past column K in the last block of int32 must be zero: others would be columns that g_idx does not cover."""
+    block_rows = _rows_per_block(m.bits)
+    before = (packed.shape[0] - block_rows) * 32 // m.bits
+    count = block_rows * 32 // m.bits
     if k < before + count:
-        rows = words[-whole:].t().clone(memory_format=torch.contiguous_format)  # a view of one row counts as contiguous
-        last = packed_int32.unpack_int32(rows, m.width, count, planar=planar)
-        if bool(last[:, k - before :].any()):
-            info = m.need("g_idx")
-            raise m.error(info, "g_idx does not fit qweight", f"{k} columns", f"{before + count}, which are not zeros")
+        last_block = packed[-block_rows:].t().clone(memory_format=torch.contiguous_format)  # one row is "contiguous" as a view
+        codes = packed_int32.unpack_int32(last_block, m.bits, count, planar=planar)
+        if bool(codes[:, k - before :].any()):
+            g_idx = m.require("g_idx")
+            raise m.error(g_idx, "g_idx does not fit qweight", f"{k} columns", f"{before + count}, which are not zeros")
 
 
-def _order(m: IntModule, info: TensorInfo, k: int, size: int) -> tuple[Tensor | None, Tensor | None]:
-    check_act_order_length(info, k)
+def _repack(packed: Tensor, bits: int, k: int, perm: Tensor | None, planar: bool) -> Tensor:
+    """qweight, int32 [packed K, N], to canonical rows, uint8 [N, ceil(K * bits / 8)], columns in act-order."""
+    if perm is not None and not planar and k * bits == 32 * packed.shape[0]:
+        codes = packed_int32.repack_gptq_permuted(packed, bits, perm)
+    else:
+        codes = packed_int32.repack_gptq_planar(packed, bits, k) if planar else packed_int32.repack_gptq(packed)
+        codes = codes if perm is None else bitstream.take(codes, bits, k, perm.long())
+    return codes[:, : bitstream.row_bytes(k, bits)]
+
+
+def _zero_points(packed: Tensor, bits: int, n: int, layout: GPTQLayout, planar: bool) -> Tensor:
+    """qzeros, int32 [G, n * bits / 32], to zero points uint8 [n, G]."""
+    if not planar:
+        return packed_int32.unpack_zero_points(packed, bits, n, minus_one=layout.zeros_minus_one)
+    codes = packed_int32.unpack_int32(packed, bits, n, planar=True)
+    return native.transposed((codes + layout.zeros_minus_one) & ((1 << bits) - 1))
+
+
+def _read_order(m: PackedModule, g_idx: TensorInfo, k: int, group_size: int) -> tuple[Tensor | None, Tensor | None]:
+    """(perm, group_index) of the canonical weight."""
+    check_act_order_length(g_idx, k)
     try:
-        return act_order.gptq_order(m.read("g_idx"), size, m.groups)
+        return act_order.gptq_order(m.read("g_idx"), group_size, m.groups)
     except ValueError as error:
-        raise m.error(info, "g_idx names a group that does not exist", error, f"0..{m.groups - 1}") from error
+        raise m.error(g_idx, "g_idx names a group that does not exist", error, f"0..{m.groups - 1}") from error
 
 
-def _note_zeros(m: IntModule, layout: Layout, planar: bool) -> None:
-    """A symmetric weight's qzeros are not used. Where their first row is not what anyone stores, the user should know."""
+# ---- warnings ------------------------------------------------------------------------------------------------------------
+
+
+def _warn_about_order(m: PackedModule, g_idx: TensorInfo | None, perm: Tensor | None) -> None:
+    """Where g_idx and desc_act disagree, g_idx decides."""
+    if perm is not None and not m.settings.act_order:
+        m.warn("g_idx holds an act-order that the config does not mention")
+    elif perm is None and m.settings.act_order and m.groups > 1:
+        if g_idx is None:
+            m.warn("the config says desc_act, but there is no g_idx: columns are in input order")
+        else:
+            m.warn("the config says desc_act, but g_idx has the columns in input order")
+
+
+def _warn_about_unused_zeros(m: PackedModule, layout: GPTQLayout, planar: bool) -> None:
+    """A symmetric weight's qzeros are not used; a first row that no producer would store is worth a warning."""
     if m.qzeros is None:
         return
-    row = packed_int32.unpack_int32(m.source.read(m.qzeros.name, rows=1), m.width, m.n, planar=planar)
-    low, high, middle = int(row.min()), int(row.max()), 1 << (m.width - 1)
-    if low == high == middle - (not layout.minus_one):
-        m.oddities.append(
+    first = packed_int32.unpack_int32(m.source.read(m.qzeros.name, rows=1), m.bits, m.n, planar=planar)
+    low, high, implicit = int(first.min()), int(first.max()), 1 << (m.bits - 1)
+    if low == high == implicit - (not layout.zeros_minus_one):
+        m.warn(
             f"qzeros, which are not used where sym is true, hold {low}: they are stored as "
-            f"{'gptq_v2' if layout.minus_one else 'gptq (v1)'} stores them, and labelled {layout.label}"
+            f"{'gptq_v2' if layout.zeros_minus_one else 'gptq (v1)'} stores them, but the checkpoint is labelled {layout.label}"
         )
-    elif low != high or low not in (middle, middle - 1):
+    elif low != high or low not in (implicit, implicit - 1):
         found = low if low == high else f"{low} to {high}"
-        m.oddities.append(f"sym is true, so the zero point is {middle}; qzeros, which are not used, hold {found}")
-
-
-def _zeros(words: Tensor, width: int, n: int, layout: Layout, planar: bool) -> Tensor:
-    """qzeros int32 [G, n*width/32] to zero points uint8 [n, G]."""
-    if not planar:
-        return packed_int32.unpack_zero_points(words, width, n, minus_one=layout.minus_one)
-    fields = packed_int32.unpack_int32(words, width, n, planar=True)
-    return native.transposed((fields + layout.minus_one) & ((1 << width) - 1))
+        m.warn(f"sym is true, so the zero point is {implicit}; qzeros, which are not used, hold {found}")
 
 
 READER = GPTQReader()

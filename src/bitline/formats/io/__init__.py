@@ -1,1 +1,1 @@
-"""Files under a reader: safetensors, JSON and memory maps, all of them read as hostile."""
+"""File access below the readers: safetensors, JSON and memory maps, all treated as untrusted input."""

@@ -1,4 +1,4 @@
-"""JSON from files that may lie: bounded, UTF-8, one object, no key with two meanings. Every failure is a CheckpointError."""
+"""Untrusted JSON: bounded, UTF-8, one object, no key with two values. Every failure is a CheckpointError."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MAX_CONFIG_BYTES = 64 << 20
 
 
 def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False, size: int = 0) -> dict[str, Any]:
-    """The JSON object in `data`. what: what it is, for the message ("header", "config").
+    """The JSON object in `data`. what: "header" or "config", for the message.
 
-    repeats: accept a key that is given twice with equal values, which a config may and a header may not. size: bytes of the
-    whole file; JSON that would take more memory than it and 64 MB is refused.
+    repeats: accept a key given twice with equal values, which a config may have and a header may not. size: bytes of the
+    whole file; JSON that would take more memory than the file and 64 MB is refused.
     """
     _check_memory(data, file, what, max(size, len(data)))
-    twice: list[str] = []
+    repeated: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(items)
@@ -29,13 +29,13 @@ def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False, s
             seen: dict[str, Any] = {}
             for key, value in items:
                 if key in seen and not (repeats and seen[key] == value):
-                    twice.append(key)
+                    repeated.append(key)
                     raise ValueError(f"the key {key!r} is given twice")
                 seen[key] = value
         return result
 
     def constant(text: str) -> float:
-        if not repeats:  # Python writes NaN and Infinity into configs, and nobody writes them into a header
+        if not repeats:  # Python writes NaN and Infinity into configs, no writer puts them into a header
             raise ValueError(f"{text} is not JSON")
         return float(text)
 
@@ -45,7 +45,7 @@ def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False, s
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
         found = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(
-            f"the {what} is not valid JSON", file=file, field=twice[0] if twice else None, found=found,
+            f"the {what} is not valid JSON", file=file, field=repeated[0] if repeated else None, found=found,
             fix="download the file again",
         ) from error  # fmt: skip
     if not isinstance(value, dict):
@@ -54,9 +54,10 @@ def parse_object(data: bytes, file: Path, what: str, *, repeats: bool = False, s
 
 
 def _check_memory(data: bytes, file: Path, what: str, size: int) -> None:
-    wide = 4 if not data.isascii() or b"\\u" in data else 1  # one character beyond the first 65,536 makes all of a text so wide
+    # One character beyond the basic plane makes every character of a Python string four bytes.
+    char_bytes = 4 if not data.isascii() or b"\\u" in data else 1
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    nbytes = values * PYTHON_VALUE_BYTES + len(data) * wide
+    nbytes = values * PYTHON_VALUE_BYTES + len(data) * char_bytes
     if nbytes > size + MEMORY_MARGIN_BYTES:
         raise CheckpointError(
             f"the {what} would take more memory than the whole file", file=file, field=what,
@@ -64,10 +65,10 @@ def _check_memory(data: bytes, file: Path, what: str, size: int) -> None:
         )  # fmt: skip
 
 
-def invalid_config(error: Exception, file: Path, place: str | None = None) -> CheckpointError:
-    """The error about a config that is not valid. place: where in it, unless a msgspec.ValidationError says so itself."""
+def invalid_config(error: Exception, file: Path, field: str | None = None) -> CheckpointError:
+    """The error about an invalid config. field: its key, unless a msgspec.ValidationError names one."""
     found = re.search(r" - at `\$\.?([^`]+)`$", str(error))
-    field = place or (found[1] if found else "quantization_config")
+    field = field or (found[1] if found else "quantization_config")
     return CheckpointError("the quantization config is not valid", file=file, field=field, found=error)
 
 
@@ -81,7 +82,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def read_limited(file: Path, what: str) -> bytes:
-    """A file of at most 64 MiB. No more memory is taken than the file is long. what: what it is, for the message."""
+    """The bytes of a file of at most 64 MiB, with no more memory than the file is long. what: for the message."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         data = stream.read(min(size, MAX_CONFIG_BYTES) + 1)

@@ -1,4 +1,4 @@
-"""Parts of a file as tensors, mapped and not read: the pages go back to the system with the tensor. Small ones are read."""
+"""Byte ranges of a file as memory-mapped tensors. Small ranges are read instead."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from bitline.errors import CheckpointError
 
-# Up to this size a tensor is read: a page fault brings in more of the file, and takes longer, than its bytes do.
+# Up to this size a tensor is read: a page fault faults in more of the file, and takes longer, than its bytes do.
 SMALL = 1 << 18
 
 
 def map_bytes(path: Path, offset: int, nbytes: int, name: str) -> Tensor:
-    """Bytes [offset, offset + nbytes) of a file as uint8 [nbytes], one private mapping of its own, or a copy if it is small.
+    """Bytes [offset, offset + nbytes) of a file as uint8 [nbytes]: a private (copy-on-write) mapping, or a copy if small.
 
-    A mapping per tensor, and not one of the whole file, so that a model which is read a layer at a time never has more
-    than a layer of the file resident. Writing to the tensor never reaches the file. `name` is the tensor's, for errors.
+    One mapping per tensor rather than per file, so that a model read layer by layer has no more than one layer of the file
+    resident: the pages are released with the tensor. Writes never reach the file. name: the tensor's, for errors.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The config side of ModelOpt: which algorithm a module was quantized with, and what that means for its input."""
+"""A ModelOpt config: the quantization algorithm of each module, and what it means for activations."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ import msgspec
 from bitline import types
 from bitline.errors import CheckpointError
 from bitline.formats.base import TensorSource
-from bitline.formats.common.module_names import ByName
-from bitline.formats.common.module_tensors import Layer
+from bitline.formats.common.module_names import ByModuleName
+from bitline.formats.common.module_tensors import ModuleTensors
 from bitline.formats.io.json_object import invalid_config, read_config
 from bitline.formats.quant_config import find_quantization
 from bitline.types import ActSpec
 
-_SIDE = "hf_quant_config.json"
+_SIDE_FILE = "hf_quant_config.json"
 _MIXED = "MIXED_PRECISION"
 
-# Algorithm to (how the weight is stored, how the input is quantized).
-_KNOWN: dict[str, tuple[str, str]] = {
+# quant_algo: (how the weight is stored, how activations are quantized).
+_ALGORITHMS: dict[str, tuple[str, str]] = {
     "FP8": ("fp8", "fp8"), "FP8_PER_CHANNEL_PER_TOKEN": ("fp8", "fp8 token"), "FP8_PB_WO": ("fp8", ""),
     "FP8_PB_REAL": ("fp8", ""), "FP8_BLOCK_SCALES": ("fp8", ""),
     "NVFP4": ("nvfp4", "nvfp4"), "NVFP4_AWQ": ("nvfp4", "nvfp4"),
     "W4A16_NVFP4": ("nvfp4", ""), "W4A8_NVFP4_FP8": ("nvfp4", "fp8"), "MXFP4": ("mxfp4", ""),
-    "W4A8_MXFP4_FP8": ("mxfp4", "fp8 maybe"), "MXFP8": ("mxfp8", "mxfp8"), "W4A16_AWQ": ("int4", ""),
+    "W4A8_MXFP4_FP8": ("mxfp4", "fp8 if calibrated"), "MXFP8": ("mxfp8", "mxfp8"), "W4A16_AWQ": ("int4", ""),
     "W4A8_AWQ": ("int4", "fp8"), "W8A16": ("int8", ""), "W8A8_SQ_PER_CHANNEL": ("int8", "int8"),
 }  # fmt: skip
-_BY_METHOD = {"modelopt_fp4": "NVFP4", "modelopt_mxfp8": "MXFP8", "modelopt_mixed": _MIXED}
-_ONE_SIZE = {"mxfp4", "mxfp8"}  # their groups are 32 columns by definition
+_ALGORITHM_OF_METHOD = {"modelopt_fp4": "NVFP4", "modelopt_mxfp8": "MXFP8", "modelopt_mixed": _MIXED}
+_MX_STORAGE = {"mxfp4", "mxfp8"}  # a scale per 32 columns by definition
 
 
 @dataclass(frozen=True)
-class Algorithm:
-    """name: in upper case. group_size: columns of a scale, or rows and columns of a block; 0 where the config is silent."""
+class QuantAlgorithm:
+    """A quant_algo in upper case. group_size: columns of a scale, or rows and columns of a block; 0 where not given."""
 
     name: str
     group_size: int = 0
 
     @property
-    def kind(self) -> str:
-        """How the weight is stored."""
-        return _KNOWN[self.name][0]
+    def storage(self) -> str:
+        """How the weight is stored: "fp8", "mxfp8", "nvfp4", "mxfp4", "int4" or "int8"."""
+        return _ALGORITHMS[self.name][0]
 
-    def act(self, group: int, *, calibrated: bool) -> ActSpec | None:
-        """How the input is quantized. group: columns of a weight's scale. calibrated: an input_scale is there."""
-        how = _KNOWN[self.name][1]
-        if how == "fp8 maybe":  # an input that was not calibrated is quantized by its own largest value
+    def act(self, block_k: int, *, calibrated: bool) -> ActSpec | None:
+        """Activation quantization. block_k: columns of a weight scale. calibrated: there is an input_scale."""
+        how = _ALGORITHMS[self.name][1]
+        if how == "fp8 if calibrated":  # otherwise scaled by the activations' own maximum
             how = "fp8" if calibrated else "fp8 tensor"
         return {
             "": None,
@@ -57,7 +57,7 @@ class Algorithm:
             "fp8 tensor": ActSpec(types.float8_e4m3fn, True, "tensor"),
             "fp8 token": ActSpec(types.float8_e4m3fn),
             "int8": ActSpec(types.int8, False, "tensor"),
-            "nvfp4": ActSpec(types.float4_e2m1, True, "group", group, scale="e4m3"),
+            "nvfp4": ActSpec(types.float4_e2m1, True, "group", block_k, scale="e4m3"),
             "mxfp8": ActSpec(types.float8_e4m3fn, True, "group", 32, scale="e8m0"),
         }[how]
 
@@ -75,63 +75,61 @@ class _Config(msgspec.Struct):
     quantized_layers: dict[str, _Override] | None = None
 
 
-class Algorithms:
-    """The algorithm of every module. A config that is not valid is a CheckpointError when this is made.
+class AlgorithmByModule:
+    """The algorithm of every module. An invalid config is a CheckpointError at construction.
 
-    config.json and hf_quant_config.json say the same in two forms, and each leaves something out: they are read together.
-    file: the one that rules. left_alone: the modules that they say are not quantized.
+    config.json and hf_quant_config.json hold the same facts in two forms, and each leaves something out: they are read
+    together. file: the one that takes precedence. ignored: the names of unquantized modules in both.
     """
 
     def __init__(self, source: TensorSource) -> None:
         raw, self.file = find_quantization(source)
-        side = self._side(source)
+        side_raw = self._read_side_file()
         if isinstance(raw.get("quantization"), Mapping):
             raw = {**raw["quantization"], **raw}
-        config, more = self._parse(raw, self.file), self._parse(side, self.file.with_name(_SIDE))
-        names = [c.quant_algo.upper() for c in (config, more) if c.quant_algo is not None]
+        config, side = self._parse(raw, self.file), self._parse(side_raw, self.file.with_name(_SIDE_FILE))
+        names = [c.quant_algo.upper() for c in (config, side) if c.quant_algo is not None]
         if len(set(names)) > 1:
-            raise self._error(
-                "quant_algo", f"{self.file.name} and {_SIDE} name different algorithms", " and ".join(names), "the same"
-            )
-        name = names[0] if names else _BY_METHOD.get(raw["quant_method"])
-        self.left_alone = [*(config.ignore or config.exclude_modules or ()), *(more.exclude_modules or ())]
-        size = config.group_size if config.group_size is not None else more.group_size
-        self._overall = None if name in (None, _MIXED) else self._algorithm(str(name), size)
-        layers = config.quantized_layers or more.quantized_layers or {}
+            what = f"{self.file.name} and {_SIDE_FILE} name different algorithms"
+            raise self._error("quant_algo", what, " and ".join(names), "the same")
+        name = names[0] if names else _ALGORITHM_OF_METHOD.get(raw["quant_method"])
+        self.ignored = [*(config.ignore or config.exclude_modules or ()), *(side.exclude_modules or ())]
+        size = config.group_size if config.group_size is not None else side.group_size
+        self._default = None if name in (None, _MIXED) else self._algorithm(str(name), size)
+        layers = config.quantized_layers or side.quantized_layers or {}
         if name == _MIXED and not layers:
-            raise self._error(
-                "quantized_layers", "mixed precision without the algorithms of its layers", "no quantized_layers", "an object"
-            )
-        self._layers = ByName({m: self._algorithm(layer.quant_algo, layer.group_size) for m, layer in layers.items()})
+            what = "mixed precision without the algorithms of its layers"
+            raise self._error("quantized_layers", what, "no quantized_layers", "an object")
+        self._by_name = ByModuleName({m: self._algorithm(layer.quant_algo, layer.group_size) for m, layer in layers.items()})
 
-    def of(self, module: Layer, kind: str) -> Algorithm:
-        """The algorithm of a module whose weight is stored as `kind`; an error where the config says something else.
+    def find(self, module: ModuleTensors, storage: str) -> QuantAlgorithm:
+        """The algorithm of a module whose weight is stored as `storage`; an error where the config says something else.
 
-        A module that quantized_layers does not name has the only algorithm in it that stores weights so.
+        A module that quantized_layers does not name has the only algorithm in it with this storage.
         """
-        found = self._find(module.base) or self._overall
+        found = self._find_named(module.name) or self._default
         if found is None:
-            fitting = {a for a in self._layers.values() if a.kind == kind}
+            fitting = {a for a in self._by_name.values() if a.storage == storage}
             found = fitting.pop() if len(fitting) == 1 else None
             if found is not None:
-                module.oddities.append(f"quantized_layers does not name this layer, which is stored as {found.name} is")
-        if found is None or found.kind != kind:
+                module.warn(f"quantized_layers does not name this layer, which is stored as {found.name} is")
+        if found is None or found.storage != storage:
             raise module.error(
-                module.main, "the tensors and the config disagree about the algorithm", f"a weight stored as {kind}",
+                module.codes, "the tensors and the config disagree about the algorithm", f"a weight stored as {storage}",
                 f"{'another algorithm' if found is None else found.name}, as {self.file.name} says",
             )  # fmt: skip
         return found
 
-    def _find(self, name: str) -> Algorithm | None:
-        """What quantized_layers says of a module, or of one that holds it: experts are often named together."""
-        while name:
-            if (found := self._layers.find(name)) is not None:
+    def _find_named(self, module: str) -> QuantAlgorithm | None:
+        """The entry of quantized_layers for a module or a parent of it: experts are often named together."""
+        while module:
+            if (found := self._by_name.find(module)) is not None:
                 return found
-            name = name.rpartition(".")[0]
+            module = module.rpartition(".")[0]
         return None
 
-    def _side(self, source: TensorSource) -> Mapping[str, Any]:
-        file = self.file.with_name(_SIDE)
+    def _read_side_file(self) -> Mapping[str, Any]:
+        file = self.file.with_name(_SIDE_FILE)
         if self.file == file or not file.is_file():
             return {}
         quantization = read_config(file).get("quantization") or {}
@@ -147,14 +145,15 @@ class Algorithms:
         except msgspec.ValidationError as error:
             raise invalid_config(error, file) from error
 
-    def _algorithm(self, name: str, group_size: int | None) -> Algorithm:
+    def _algorithm(self, name: str, group_size: int | None) -> QuantAlgorithm:
         upper = name.upper()
-        if upper not in _KNOWN:
-            raise self._error("quant_algo", f"ModelOpt's algorithm {name!r} is not supported yet", repr(name), ", ".join(_KNOWN))
+        if upper not in _ALGORITHMS:
+            what = f"ModelOpt's algorithm {name!r} is not supported yet"
+            raise self._error("quant_algo", what, repr(name), ", ".join(_ALGORITHMS))
         size = group_size or 0
-        if size < 0 or (size != 32 and size and _KNOWN[upper][0] in _ONE_SIZE):
+        if size < 0 or (size != 32 and size and _ALGORITHMS[upper][0] in _MX_STORAGE):
             raise self._error("group_size", f"group_size of {upper} is not valid", group_size, "32" if size > 0 else "1 or more")
-        return Algorithm(upper, size)
+        return QuantAlgorithm(upper, size)
 
     def _error(self, field: str, what: str, found: object, expected: object) -> CheckpointError:
         return CheckpointError(what, file=self.file, field=field, found=found, expected=expected)

@@ -1,1 +1,1 @@
-"""AMD Quark."""
+"""AMD Quark: integers and minifloats, described by a config of its own."""

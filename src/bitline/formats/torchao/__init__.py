@@ -1,1 +1,1 @@
-"""torchao."""
+"""torchao: tensor subclasses in safetensors, described in the file's metadata."""

@@ -1,4 +1,4 @@
-"""One weight of torchao: the parts of its tensor subclass, and the JSON that describes it in the file's metadata."""
+"""One torchao weight: the tensors of its tensor subclass, and the JSON that describes it in the file's metadata."""
 
 from __future__ import annotations
 
@@ -9,44 +9,47 @@ from torch import Tensor
 
 from bitline.errors import CheckpointError
 from bitline.formats.base import TensorSource
-from bitline.formats.common.module_tensors import FLOATS, Layer
+from bitline.formats.common.module_tensors import ModuleTensors
+from bitline.formats.common.scales import FLOATS, grid_of, stored_shapes
 from bitline.formats.io.json_object import parse_object
 
-_MOST = 1 << 16  # bytes of one layer's description
-_FACTORS = "_weight_act_pre_scale"
+_MAX_DESCRIPTION = 1 << 16  # characters
+_PRE_SCALE = "_weight_act_pre_scale"
 
 
-class DescribedLayer(Layer):
-    """A module under inspection. kind, data: the class of its weight and that class's attributes."""
+class SubclassTensors(ModuleTensors):
+    """A module with the description of its weight. kind: the name of the tensor subclass. data: its attributes."""
 
-    def __init__(self, source: TensorSource, base: str) -> None:
-        super().__init__(source, base, "_weight_qdata")
-        text = getattr(source, "metadata", {}).get(f"{base}.weight")
-        if text is None or len(text) > _MOST:
+    def __init__(self, source: TensorSource, name: str) -> None:
+        super().__init__(source, name, "_weight_qdata")
+        text = getattr(source, "metadata", {}).get(f"{name}.weight")
+        if text is None or len(text) > _MAX_DESCRIPTION:
             found = "nothing" if text is None else f"{len(text)} characters"
-            raise self.error(self.main, "the file's metadata does not describe a weight", found, f"__metadata__[{base}.weight]")
+            raise self.error(self.codes, "the file's metadata does not describe a weight", found, f"__metadata__[{name}.weight]")
         try:
-            described = parse_object(text.encode(errors="replace"), self.main.file, "description of a weight", repeats=True)
+            described = parse_object(text.encode(errors="replace"), self.codes.file, "description of a weight", repeats=True)
         except CheckpointError as error:
-            raise self.error(self.main, error.what, error.found, "the JSON that torchao writes") from error
+            raise self.error(self.codes, error.what, error.found, "the JSON that torchao writes") from error
         self.kind, data = described.get("_type"), described.get("_data")
         if not isinstance(data, Mapping):
-            raise self.error(self.main, "the description of a weight has no _data", type(data).__name__, "an object")
+            raise self.error(self.codes, "the description of a weight has no _data", type(data).__name__, "an object")
         self.data: Mapping[str, Any] = data
 
-    def values(self, key: str) -> Mapping[str, Any] | None:
-        """The attributes of a described object, None where it is absent; what is no object is an error."""
+    # ---- attributes ------------------------------------------------------------------------------------------------------
+
+    def attributes(self, key: str) -> Mapping[str, Any] | None:
+        """The attributes of a nested object, None where it is absent; what is no object is an error."""
         found = self.data.get(key)
         if found is None:
             return None
         inner = found.get("_data") if isinstance(found, Mapping) else None
         if not isinstance(inner, Mapping):
-            raise self.error(self.main, f"{key} of a weight is not valid", repr(found)[:200], "an object with _type and _data")
+            raise self.error(self.codes, f"{key} of a weight is not valid", repr(found)[:200], "an object with _type and _data")
         return inner
 
-    def granularity(self, values: Mapping[str, Any]) -> str:
-        """ "token", "tensor", "group32", … for an input, or the name of what it is instead."""
-        found = values.get("granularity")
+    def granularity(self, attributes: Mapping[str, Any]) -> str:
+        """ "token", "tensor", "group32", … of activations, or the name of a granularity that is none of these."""
+        found = attributes.get("granularity")
         name = str(found.get("_type")) if isinstance(found, Mapping) else ""
         inner = found.get("_data") if isinstance(found, Mapping) else None
         inner = inner if isinstance(inner, Mapping) else {}
@@ -54,48 +57,49 @@ class DescribedLayer(Layer):
         block = inner.get("block_size")
         if isinstance(block, list) and len(block) >= 1 and all(b == 1 for b in block[:-1]):
             size = block[-1]
-        if name in ("PerGroup", "PerBlock") and _size(size):
+        if name in ("PerGroup", "PerBlock") and _is_size(size):
             return f"group{size}"
         if name in ("PerRow", "PerToken") and inner.get("dim", -1) in (-1, 1):
             return "token"
         return {"PerTensor": "tensor"}.get(name, name)
 
-    def size(self, key: str = "block_size") -> int:
-        """A whole number of the description."""
-        found = self.data.get(key)
-        if not isinstance(found, int) or not _size(found):
-            raise self.error(self.main, f"{key} of a weight is not valid", found, "a whole number")
+    def block_size(self) -> int:
+        """block_size as a single number: columns of a scale."""
+        found = self.data.get("block_size")
+        if not isinstance(found, int) or not _is_size(found):
+            raise self.error(self.codes, "block_size of a weight is not valid", found, "a whole number")
         return found
 
-    def block(self, n: int, k: int) -> tuple[int, int]:
-        """The block of one scale, of a weight [n, k]; none is the whole weight."""
+    # ---- scales ----------------------------------------------------------------------------------------------------------
+
+    def scale_block(self, n: int, k: int) -> tuple[int, int]:
+        """block_size as the scale block of an [n, k] weight; an absent or empty one is per tensor."""
         block = self.data.get("block_size")
         if block is None or block == []:
             return n, k
-        if not isinstance(block, list) or len(block) != 2 or not all(_size(b) for b in block):
-            raise self.error(self.main, "block_size of a weight is not valid", block, "[rows, columns]")
+        if not isinstance(block, list) or len(block) != 2 or not all(_is_size(b) for b in block):
+            raise self.error(self.codes, "block_size of a weight is not valid", block, "[rows, columns]")
         return min(block[0], n), min(block[1], k)
 
-    def scales(self, n: int, k: int, block: tuple[int, int]) -> tuple[int, int]:
-        """The grid of scales, which have to be floats on it."""
-        grid = (-(-n // block[0]), -(-k // block[1]))
-        flat: tuple[tuple[int, ...], ...] = ((), (1,)) if grid == (1, 1) else ((n,),) if grid == (n, 1) else ()
-        self.need("_weight_scale", FLOATS, (grid, *flat))
+    def scale_grid(self, n: int, k: int, block: tuple[int, int]) -> tuple[int, int]:
+        """The grid of scale blocks, which must be stored as floats."""
+        grid = grid_of(n, k, block)
+        self.require("_weight_scale", FLOATS, stored_shapes(grid, n))
         return grid
 
-    def factors(self, k: int) -> bool:
-        """Whether the input is multiplied first, by a number for each column (AWQ, SmoothQuant)."""
-        return self.vector(_FACTORS, k, "act_pre_scale")
+    def has_pre_scale(self, k: int) -> bool:
+        """Whether activations are multiplied by one factor per column first (AWQ, SmoothQuant)."""
+        return self.has_vector(_PRE_SCALE, k, "act_pre_scale")
 
-    def read_factors(self, k: int) -> Tensor | None:
-        """These numbers, [k]; None where there are none."""
-        return self.read(_FACTORS, k) if self.find(_FACTORS) is not None else None
+    def read_pre_scale(self, k: int) -> Tensor | None:
+        """These factors, [k]; None where there are none."""
+        return self.read(_PRE_SCALE, k) if self.find(_PRE_SCALE) is not None else None
 
 
-def dtype_of(value: object) -> str:
-    """The name in torchao's description of a dtype or of one of an enum's names; "" where it is none."""
+def described_name(value: object) -> str:
+    """The name in a description of a dtype or an enum member; "" where it is neither."""
     return str(value.get("_data")) if isinstance(value, Mapping) else ""
 
 
-def _size(value: object) -> bool:
+def _is_size(value: object) -> bool:
     return type(value) is int and 1 <= value < 1 << 40

@@ -1,0 +1,147 @@
+"""One module of a Quark checkpoint: its tensors with its config, its scale block, activations and record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline import types
+from bitline.formats.base import LayerRecord, TensorSource
+from bitline.formats.common.module_tensors import ModuleTensors
+from bitline.formats.quark.config import QuarkConfig
+from bitline.types import ActSpec, LinearSpec, ScalarType
+
+MX_TYPES = {"fp4": types.float4_e2m1, "fp6_e2m3": types.float6_e2m3, "fp6_e3m2": types.float6_e3m2}
+ZERO = "weight_zero_point"
+_STORED_AS = {
+    "scale": "weight_scale", "scale2": "weight_scale_2", "zero": ZERO, "offset": ZERO, "input_scale": "input_scale",
+    "input_zero": "input_zero_point",
+}  # fmt: skip
+
+WeightFields = dict[str, Tensor | None]  # of a QuantizedWeight, all but the bias
+
+
+class QuarkModule(ModuleTensors):
+    """A module with its config. dtype, qscheme: of its weight. scale: the header of weight_scale."""
+
+    def __init__(self, source: TensorSource, name: str, config: QuarkConfig) -> None:
+        super().__init__(source, name)
+        self.config, self.pack_order = config.find(name), config.pack_order
+        self.weight_spec = self.config.weight
+        self.warnings += self.config.warnings
+        self.dtype, self.qscheme = str(self.weight_spec.get("dtype")), str(self.weight_spec.get("qscheme"))
+
+    def check(self) -> None:
+        """Refuse transformed activations, and look up the scale."""
+        for suffix in ("input_rotation", "input_prescale"):
+            if (info := self.find(suffix)) is not None:
+                raise self.error(info, "the input of a layer is transformed, which is not supported yet", suffix, "none")
+        for suffix in ("output_scale", "output_zero_point"):  # of a KV cache
+            self.find(suffix)
+        self.scale = self.require("weight_scale")
+
+    # ---- scale blocks ----------------------------------------------------------------------------------------------------
+
+    def scale_block(self, n: int, k: int) -> tuple[int, int]:
+        """The scale block that the config means."""
+        axis, sizes = self.weight_spec.get("ch_axis"), self.weight_spec.get("block_size")
+        if self.qscheme == "per_tensor":
+            return n, k
+        if self.qscheme == "per_channel" and axis == 0:
+            return 1, k
+        if self.qscheme == "per_group" and axis in (1, -1):
+            return 1, self.group_size(k, self.scale.shape[-1] if self.scale.shape else 0)
+        if self.qscheme == "per_block" and isinstance(sizes, list) and len(sizes) == 2 and all(is_size(s) for s in sizes):
+            return sizes[0], sizes[1]
+        found = f"qscheme {self.qscheme}, ch_axis {axis}, block_size {sizes}"
+        what = "weights quantized this way are not supported yet"
+        raise self.error(self.codes, what, found, "per tensor, row, group or block")
+
+    def group_size(self, k: int, groups: int) -> int:
+        """The config's group_size, which must make this many groups of k columns."""
+        size: Any = self.weight_spec.get("group_size")
+        if not is_size(size) or -(-k // size) != groups or self.weight_spec.get("ch_axis") not in (1, -1):
+            what, found = "the tensors and the config disagree about groups", f"{groups} groups of {k} columns"
+            raise self.error(self.scale, what, found, f"group_size {size!r}")
+        return int(size)
+
+    def num_codes(self, nbytes: int, bits: int) -> int:
+        """Codes in this many bytes, which must hold whole ones."""
+        if nbytes * 8 % bits or (bits == 3 and nbytes % 3):
+            raise self.error(self.codes, "bytes do not hold whole codes", nbytes, f"a multiple of {3 if bits != 4 else 1}")
+        return nbytes * 8 // bits
+
+    # ---- the spec --------------------------------------------------------------------------------------------------------
+
+    def spec(self, n: int, k: int, weight: ScalarType, block: tuple[int, int], **fields: Any) -> LinearSpec:
+        """The spec, with the config's activation quantization."""
+        fields.setdefault("scale_dtype", self.scale.dtype)
+        return LinearSpec(n, k, weight, block, act=self._act(), bias=self.has_bias(n), **fields)
+
+    def _act(self) -> ActSpec | None:
+        """Activation quantization, None for weight-only. Static scales must exist."""
+        if not self.config.inputs:
+            return None
+        spec, *scale_specs = self.config.inputs
+        dtype, qscheme, dynamic = str(spec.get("dtype")), str(spec.get("qscheme")), spec.get("is_dynamic") is True
+        if dynamic and qscheme == "per_group" and (grouped := self._grouped_act(dtype)) is not None:
+            return grouped
+        per_token = dynamic and qscheme in ("per_channel", "per_token")
+        known: dict[str, ScalarType] = {"fp8_e4m3": types.float8_e4m3fn, "int8": types.int8, "uint8": types.int8}
+        symmetric = spec.get("symmetric") is not False and dtype != "uint8"
+        supported = dtype in known and (qscheme == "per_tensor" or per_token) and not scale_specs
+        if not supported or not (symmetric or dtype in ("int8", "uint8")):
+            found = f"{dtype} {qscheme}, {'dynamic' if dynamic else 'static'}"
+            raise self.error(self.codes, "inputs quantized this way are not supported yet", found, "FP8, int8, fp4")
+        if not dynamic:
+            self.scalar("input_scale")
+            if not symmetric:
+                self.scalar("input_zero_point", (torch.int8, torch.uint8, torch.int32))
+        for suffix in ("input_scale", "input_zero_point"):
+            self.find(suffix)
+        return ActSpec(known[dtype], dynamic, "token" if per_token else "tensor", 0, symmetric)
+
+    def _grouped_act(self, dtype: str) -> ActSpec | None:
+        """FP8, MXFP4, MXFP6 or NVFP4 activations with a dynamic scale per group of columns; None for any other."""
+        spec, *scale_specs = self.config.inputs
+        size = spec.get("group_size")
+        along_k = spec.get("ch_axis") in (None, 1, -1) and not any(scale.get("is_dynamic") for scale in scale_specs)
+        if not along_k or not isinstance(size, int) or not is_size(size) or dtype not in ("fp8_e4m3", *MX_TYPES):
+            return None
+        if dtype == "fp4" and scale_specs and scale_specs[0].get("dtype") == "fp8_e4m3":
+            self.scalar("input_scale_2", (torch.float32,))
+            return ActSpec(types.float4_e2m1, True, "group", size, scale="e4m3")
+        e8m0 = spec.get("scale_format") == "e8m0"
+        if scale_specs or not (dtype == "fp8_e4m3" or e8m0):
+            return None
+        weight = types.float8_e4m3fn if dtype == "fp8_e4m3" else MX_TYPES[dtype]
+        return ActSpec(weight, True, "group", size, scale="e8m0" if e8m0 else "float")
+
+    # ---- the record ------------------------------------------------------------------------------------------------------
+
+    def quark_record(self, label: str, spec: LinearSpec, read_fields: Callable[[], WeightFields]) -> LayerRecord:
+        """The layer record. read_fields: reads codes, scales and zero points; the activations' scales are added here."""
+
+        def read_all() -> WeightFields:
+            return read_fields() | self._read_input_scales(spec.act)
+
+        return self.record(f"quark {label}", spec, read_all, _STORED_AS)
+
+    def _read_input_scales(self, act: ActSpec | None) -> WeightFields:
+        if act is not None and not act.dynamic:
+            fields: WeightFields = {"input_scale": self.read("input_scale").reshape(())}
+            if not act.symmetric:
+                shift = 128 if str(self.config.inputs[0].get("dtype")) == "uint8" else 0
+                fields["input_zero"] = self.read("input_zero_point").reshape(()).int() - shift
+            return fields
+        if act is not None and act.scale == "e4m3":  # Quark's global scale multiplies, the canonical one divides
+            return {"input_scale": self.read_reciprocal("input_scale_2")}
+        return {}
+
+
+def is_size(value: object) -> bool:
+    """Whether a value of the config is a positive size."""
+    return type(value) is int and 1 <= value < 1 << 31
