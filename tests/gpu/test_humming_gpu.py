@@ -11,7 +11,7 @@ import torch
 
 from bitline import Platform
 from bitline.testing import check
-from bitline.testing.conformance import ROWS, check_kernel
+from bitline.testing.conformance import BATCH_SIZES, check_kernel
 from bitline.testing.generators import inputs, random_weight
 
 os.environ.setdefault("HUMMING_TEST_TUNING_SOURCE", "none")  # the tiles that users get: under pytest humming takes others
@@ -31,7 +31,7 @@ LARGE = (1, 8, 16, 64, 256, 1000)
 def tried_rows_alone(request, monkeypatch):
     """humming compiles a layer's kernels for every number of rows at once, some sixteen: here those for the tried ones."""
     module = importlib.import_module("humming.kernel.humming")
-    rows, every = LARGE if request.function is test_large_layers else range(1, max(ROWS) + 1), module.get_heuristics_config
+    rows, every = LARGE if request.function is test_large_layers else range(1, max(BATCH_SIZES) + 1), module.get_heuristics_config
     fits = lambda interval: any(interval[0] < m <= interval[1] for m in rows)
     monkeypatch.setattr(module, "get_heuristics_config", lambda *a, **k: list(filter(fits, every(*a, **k))))
 

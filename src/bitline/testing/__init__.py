@@ -1,4 +1,4 @@
-"""For authors of kernels and readers: random weights, poisoned memory, tolerances and a conformance suite."""
+"""Test tools for authors of kernels and readers: random and lossless data, poisoned memory, tolerances, a conformance suite."""
 
 from bitline.testing.conformance import Report, check_kernel
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_spec, random_weight

@@ -1,4 +1,4 @@
-"""The conformance suite of a kernel: everything that it declares, run as a test."""
+"""The conformance suite: a kernel's declared facts, each run as a test."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ from bitline.types import ActSpec, LinearSpec, Verdict
 from bitline.weight import QuantizedWeight
 
 Test = Callable[[type[Kernel], LinearSpec, Platform, torch.device | str], None]
-ROWS = (0, 1, 2, 3, 7, 17, 65)
+BATCH_SIZES = (0, 1, 2, 3, 7, 17, 65)
 
 
 @dataclass
 class Report:
-    """What a suite did: specs that the kernel took and passed, specs that it refused with its reasons, and failures."""
+    """The result of the suite on one kernel.
+
+    Attributes:
+        kernel: The kernel's class name.
+        passed: Keys of the specs that it implements and passed.
+        refused: Key of each spec that it refused -> its reason.
+        failures: One line per failed test.
+    """
 
     kernel: str
     passed: list[str] = field(default_factory=list)
@@ -38,7 +45,7 @@ class Report:
 
 
 def default_specs() -> list[LinearSpec]:
-    """The layers that checkpoints are made of, each in a round and in an awkward shape, and thirty random specs."""
+    """The schemes of common checkpoints, each with an aligned and an unaligned shape, and thirty random specs."""
     u4, u4b8, u8b128 = types.uint4, types.uint4b8, types.uint8b128
     e4m3, e2m1, int8 = types.float8_e4m3fn, types.float4_e2m1, types.int8
     specs = []
@@ -69,35 +76,45 @@ def check_kernel(
     platform: Platform | str | None = None,
     device: torch.device | str = "cpu",
 ) -> Report:
-    """Run every declared fact of a kernel as a test, on each spec that it takes.
+    """Run the conformance suite on a kernel, for each spec that it implements.
 
-    On random data the tolerance of `testing.check`, on lossless data exactness, both with M of 0, 1, 2, 3, 7, 17 and 65
-    and with uninitialised memory poisoned; `pack` is pure and repeatable, `apply` changes neither its input nor the packed
-    weight; `deterministic`, `batch_invariant` and (on a GPU) `cuda_graph` where declared; verdicts are Verdicts, a refusal
-    has a reason; costs are positive and finite.
+    - On random data the output is within the tolerance of `check`, on lossless data exact: for M of 0, 1, 2, 3, 7, 17 and 65,
+      with poisoned memory.
+    - `pack` is pure and repeatable; `apply` changes neither its input nor the packed tensors.
+    - `deterministic`, `batch_invariant` and, on a GPU, `cuda_graph` hold where they are declared.
+    - `is_supported` and `can_implement` return Verdicts, refusals with a reason; costs are positive and finite.
 
-    specs: by default `default_specs()`. platform: by default that of `device`. Raises AssertionError with all failures,
-    and where the kernel takes none of the specs or does not run on the platform, because then nothing was proven.
+    Args:
+        kernel: The kernel.
+        specs: The layers to test; a set of common schemes and random specs by default.
+        platform: The platform to ask the kernel about; that of `device` by default.
+        device: Where to run.
+
+    Returns:
+        What passed and what was refused.
+
+    Raises:
+        AssertionError: With all failures; also where the kernel does not run on the platform or implements none of the specs.
     """
     report = Report(kernel.__name__)
-    place = Platform.parse(platform) if isinstance(platform, str) else platform or Platform.detect(device)
-    supported = kernel.is_supported(place)
-    report.failures += _verdict_shape(supported, f"is_supported({place})")
-    if not supported or place.vendor not in kernel.platforms:
+    platform = Platform.parse(platform) if isinstance(platform, str) else platform or Platform.detect(device)
+    supported = kernel.is_supported(platform)
+    report.failures += _verdict_failures(supported, f"is_supported({platform})")
+    if not supported or platform.vendor not in kernel.platforms:
         reason = getattr(supported, "reason", "") or f"it is offered on {', '.join(kernel.platforms)} only"
-        raise AssertionError(f"{kernel.__name__} does not run on {place}: {reason}")
+        raise AssertionError(f"{kernel.__name__} does not run on {platform}: {reason}")
     for spec in default_specs() if specs is None else specs:
         if spec.act_dtype not in kernel.act_dtypes:
             report.refused[spec.key] = f"input dtype {spec.act_dtype}"
             continue
         verdict = kernel.can_implement(spec)
-        wrong = _verdict_shape(verdict, f"can_implement({spec.key})")
-        if wrong or not verdict:
-            report.failures += wrong
+        invalid = _verdict_failures(verdict, f"can_implement({spec.key})")
+        if invalid or not verdict:
+            report.failures += invalid
             report.refused[spec.key] = str(getattr(verdict, "reason", verdict))
-            report.failures += _run(_costs, kernel, spec, place, device)  # `choose` ranks refused kernels too
+            report.failures += _run(_costs, kernel, spec, platform, device)  # `choose` ranks refused kernels too
             continue
-        failures = [f for test in _TESTS for f in _run(test, kernel, spec, place, device)]
+        failures = [f for test in _TESTS for f in _run(test, kernel, spec, platform, device)]
         report.failures += failures
         if not failures:
             report.passed.append(spec.key)
@@ -109,23 +126,23 @@ def check_kernel(
 
 
 def _run(test: Test, kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> list[str]:
-    """One test of one spec: nothing, or what failed."""
+    """Run one test on one spec; the failure as a list of one, or none."""
     try:
         test(kernel, spec, platform, device)
-    except Exception as error:  # a kernel's own crash is a finding like any other
-        what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-        return [f"{test.__name__.removeprefix('_')} [{spec.key}]: {what}"]
+    except Exception as error:  # an exception in the kernel is a failure like any other
+        message = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        return [f"{test.__name__.removeprefix('_')} [{spec.key}]: {message}"]
     return []
 
 
-def _verdict_shape(verdict: object, call: str) -> list[str]:
+def _verdict_failures(verdict: object, call: str) -> list[str]:
     if not isinstance(verdict, Verdict):
         return [f"{call} gave {verdict!r}, not a Verdict"]
     return [] if verdict.ok or verdict.reason.strip() else [f"{call} refuses without a reason"]
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
-    """A hash of bytes, shapes and strides: what a pure function must leave as it was."""
+    """A hash of the tensors' bytes, shapes and strides."""
     state = hashlib.sha256()
     for t in tensors:
         state.update(f"{t.dtype}{tuple(t.shape)}{t.stride()}".encode())
@@ -133,7 +150,8 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     return state.hexdigest()
 
 
-def _prepared(kernel: type[Kernel], weight: QuantizedWeight) -> tuple[Packed, list[Tensor], Tensor | None]:
+def _packed(kernel: type[Kernel], weight: QuantizedWeight) -> tuple[Packed, list[Tensor], Tensor | None]:
+    """What `pack` gave, the list that `apply` takes, and the bias in the input dtype."""
     packed = kernel.pack(weight)
     bias = None if weight.bias is None else weight.bias.to(weight.spec.act_dtype)
     return packed, list(packed.values()), bias
@@ -142,8 +160,8 @@ def _prepared(kernel: type[Kernel], weight: QuantizedWeight) -> tuple[Packed, li
 def _random_data(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
     weight = random_weight(spec, 3, device)
     with poison():
-        _, packed, bias = _prepared(kernel, weight)
-        outputs = [(x, kernel.apply(x, packed, bias, spec)) for x in (inputs(m, spec, m, device) for m in ROWS)]
+        _, packed, bias = _packed(kernel, weight)
+        outputs = [(x, kernel.apply(x, packed, bias, spec)) for x in (inputs(m, spec, m, device) for m in BATCH_SIZES)]
     for x, out in outputs:
         check(out, x, weight)
 
@@ -151,11 +169,11 @@ def _random_data(kernel: type[Kernel], spec: LinearSpec, platform: Platform, dev
 def _lossless_data(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
     try:
         weight = lossless_weight(spec, 4, device)
-    except ValueError:  # a type without a zero has no lossless weights
+    except ValueError:  # a codebook without 0 has no lossless weights
         return
     with poison():
-        _, packed, bias = _prepared(kernel, weight)
-        outputs = [(x, kernel.apply(x, packed, bias, spec)) for x in (lossless_inputs(m, spec, m, device) for m in ROWS)]
+        _, packed, bias = _packed(kernel, weight)
+        outputs = [(x, kernel.apply(x, packed, bias, spec)) for x in (lossless_inputs(m, spec, m, device) for m in BATCH_SIZES)]
     for x, out in outputs:
         check_exact(out, x, weight)
 
@@ -163,11 +181,11 @@ def _lossless_data(kernel: type[Kernel], spec: LinearSpec, platform: Platform, d
 def _pure_pack(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
     weight = random_weight(spec, 5, device)
     before = _digest(weight.tensors().values())
-    first, tensors, bias = _prepared(kernel, weight)
+    first, tensors, bias = _packed(kernel, weight)
     if _digest(weight.tensors().values()) != before:
         raise AssertionError("pack changed the weight")
     if not all(isinstance(t, Tensor) and t.device.type == torch.device(device).type for t in tensors):
-        raise AssertionError("pack must give tensors on the weight's device")
+        raise AssertionError("pack must return tensors on the weight's device")
     second = kernel.pack(weight)
     if list(first) != list(second) or _digest(tensors) != _digest(second.values()):
         raise AssertionError("packing the same weight twice gave different tensors")
@@ -181,28 +199,29 @@ def _pure_pack(kernel: type[Kernel], spec: LinearSpec, platform: Platform, devic
         raise AssertionError("apply changed the packed weight")
 
 
-def _facts(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
-    _, packed, bias = _prepared(kernel, random_weight(spec, 6, device))
-    by_batch = spec.act is not None and spec.act.dynamic and spec.act.granularity == "tensor"  # the scheme itself is
+def _declared_facts(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
+    _, packed, bias = _packed(kernel, random_weight(spec, 6, device))
+    # A dynamic per-tensor activation scale depends on the whole batch by definition.
+    batch_scale = spec.act is not None and spec.act.dynamic and spec.act.granularity == "tensor"
     for m in (1, 17, 65):
         x = inputs(m, spec, m, device)
         out = kernel.apply(x, packed, bias, spec)
         if kernel.deterministic and not torch.equal(kernel.apply(x, packed, bias, spec), out):
             raise AssertionError(f"declared deterministic, but two calls with M={m} differ")
-        if kernel.batch_invariant and m > 1 and not by_batch:
+        if kernel.batch_invariant and m > 1 and not batch_scale:
             for i in (0, m // 2, m - 1):
                 if not torch.equal(kernel.apply(x[i : i + 1].contiguous(), packed, bias, spec)[0], out[i]):
                     raise AssertionError(f"declared batch invariant, but row {i} of {m} differs from the row alone")
     if kernel.cuda_graph and torch.device(device).type == "cuda":
-        _graph(lambda x: kernel.apply(x, packed, bias, spec), inputs(3, spec, 7, device), inputs(3, spec, 8, device))
+        _check_cuda_graph(lambda x: kernel.apply(x, packed, bias, spec), inputs(3, spec, 7, device), inputs(3, spec, 8, device))
 
 
-def _graph(call: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> None:
-    """Capture a call, replay it on other input."""
+def _check_cuda_graph(call: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> None:
+    """Capture a call on x, and replay it on another input."""
     expected = call(other)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        call(x)  # warm-up: a first call may compile
+        call(x)  # warm-up: the first call may compile
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -223,4 +242,4 @@ def _costs(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: t
         raise AssertionError("packed_bytes must be positive")
 
 
-_TESTS = (_random_data, _lossless_data, _pure_pack, _facts, _costs)
+_TESTS = (_random_data, _lossless_data, _pure_pack, _declared_facts, _costs)

@@ -1,4 +1,4 @@
-"""Specs, weights and inputs for tests: random over everything that is valid, or lossless."""
+"""Specs, weights and inputs for tests: random over all that is valid, and lossless data for exact comparisons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bitline.weight import QuantizedWeight
 
 _SIZES_N = (1, 2, 3, 8, 16, 17, 32, 40, 64, 96, 128, 130)
 _SIZES_K = (1, 5, 16, 32, 33, 64, 96, 100, 128, 129, 192, 256, 300)
-_GROUPS = (1, 2, 3, 8, 16, 24, 32, 33, 64, 128)
+_GROUP_SIZES = (1, 2, 3, 8, 16, 24, 32, 33, 64, 128)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TOKEN_ACTS = tuple(
     ActSpec(dtype, dynamic, how, 0, symmetric)  # type: ignore[arg-type]
@@ -32,12 +32,16 @@ _GROUP_ACTS = (
 
 
 def random_spec(seed: int) -> LinearSpec:
-    """A valid spec: any scalar type, block, zero, second scale, column order, activation scheme and dtype. Small shapes."""
+    """A valid spec of small shape with any element type, scale block, zero point, scale2, act-order, activation scheme and dtype.
+
+    Args:
+        seed: Determines the spec.
+    """
     r = random.Random(seed)
     n, k = r.choice(_SIZES_N), r.choice(_SIZES_K)
     weight = r.choice(list(types.SCALAR_TYPES.values()))
-    block = r.choice([(n, k), (1, k), (128, 128), (16, 32)] + [(1, g) for g in _GROUPS] * 3)
-    plain = weight.kind == "int" and not weight.signed and not weight.bias
+    block = r.choice([(n, k), (1, k), (128, 128), (16, 32)] + [(1, g) for g in _GROUP_SIZES] * 3)
+    takes_zero_points = weight.kind == "int" and not weight.signed and not weight.bias
     scale2, scale_dtype = None, r.choice(_FLOATS)
     ragged = r.random() < 0.15
     if not ragged and r.random() < 0.25:
@@ -48,9 +52,9 @@ def random_spec(seed: int) -> LinearSpec:
     offset = (0, 0)
     if not ragged and scale2 is None and r.random() < 0.2:
         offset = (r.randrange(min(block[0], 64)), r.randrange(min(block[1], 64)))
-    zero: Any = r.choice(("none", "int", "float")) if plain else "none"
+    zero: Any = r.choice(("none", "int", "float")) if takes_zero_points else "none"
     if zero == "float" and scale_dtype.itemsize == 1 and scale_dtype.is_floating_point:
-        scale_dtype = torch.float16  # offsets have the scales' dtype, and nobody stores them in FP8
+        scale_dtype = torch.float16  # offsets have the scales' dtype, and no format stores them in FP8
     return LinearSpec(
         n, k, weight, block, offset, scale_dtype, zero=zero,
         scale2_block=scale2, act_order=k > 1 and r.random() < 0.2, ragged=ragged,
@@ -63,29 +67,29 @@ def _generator(seed: int | torch.Generator) -> torch.Generator:
 
 
 def _grid(spec: LinearSpec) -> tuple[int, int]:
-    """The scale grid; a ragged weight gets as many groups as a regular one would have, and one more."""
+    """The scale grid; a ragged weight gets one group more than a regular one."""
     return spec.grid[0], spec.grid[1] + spec.ragged
 
 
-def _order(spec: LinearSpec, g: torch.Generator, groups: int) -> dict[str, Tensor | None]:
-    """perm and group_index."""
+def _column_order(spec: LinearSpec, g: torch.Generator, groups: int) -> dict[str, Tensor | None]:
+    """perm and group_index, for act-order and ragged groups."""
     return {
         "perm": torch.randperm(spec.k, generator=g).int() if spec.act_order else None,
         "group_index": torch.randint(groups, (spec.k,), generator=g).sort().values.int() if spec.ragged else None,
     }
 
 
-def _grid2(spec: LinearSpec) -> tuple[int, int] | None:
+def _scale2_grid(spec: LinearSpec) -> tuple[int, int] | None:
     return None if spec.scale2_block is None else spec.replace(block=spec.scale2_block, block_offset=(0, 0)).grid
 
 
 def _scale2_dtype(spec: LinearSpec) -> torch.dtype:
-    """As readers store it: float64 for one global scale, float32 for a finer one."""
+    """As readers store it: float64 for a global scale, float32 for super-block scales."""
     return torch.float64 if spec.scale2_block == (spec.n, spec.k) else torch.float32
 
 
 def _to_scale(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positive numbers in a scale's dtype, none of them rounded to zero; E8M0 takes the power of two below."""
+    """Positive numbers in a scale's dtype, none rounded to zero; E8M0 rounds down to a power of two."""
     if dtype == torch.float8_e8m0fnu:
         return (torch.frexp(value).exponent + 126).clamp(0, 254).to(torch.uint8).view(dtype)
     if dtype.is_floating_point:
@@ -94,32 +98,37 @@ def _to_scale(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def random_weight(spec: LinearSpec, seed: int | torch.Generator = 0, device: torch.device | str = "cpu") -> QuantizedWeight:
-    """A valid weight of a spec, its codes drawn from all that stand for a finite number; products with `inputs` are moderate.
+    """A valid random weight of a spec.
 
-    Bits of a row past its last code are set at random, since no reader may look at them.
+    Codes are drawn from all finite values. Scales keep outputs of `inputs` at moderate size. Padding bits of the packed rows are
+    random, since no kernel may depend on them.
+
+    Args:
+        spec: Shape and scheme.
+        seed: A seed, or the generator to draw from.
+        device: Where the weight is.
     """
     g = _generator(seed)
-    grid, grid2 = _grid(spec), _grid2(spec)
-    top = max(abs(spec.weight.min()), abs(spec.weight.max()), 1.0)
-    # A second scale that is shared takes the small factor, so that the fine scales use their dtype's range.
-    fine = {torch.uint8: 40.0, torch.int8: 40.0, torch.float8_e4m3fn: 200.0}.get(spec.scale_dtype, 1.0) if grid2 else 1.0
+    grid, scale2_grid = _grid(spec), _scale2_grid(spec)
+    largest = max(abs(spec.weight.min()), abs(spec.weight.max()), 1.0)
+    # With two levels, scale2 has the small factor, so that the block scales use their dtype's range.
+    magnitudes = {torch.uint8: 40.0, torch.int8: 40.0, torch.float8_e4m3fn: 200.0}
+    magnitude = magnitudes.get(spec.scale_dtype, 1.0) if scale2_grid else 1.0
     spread = torch.rand(grid, generator=g) * 1.5 + 0.5
-    scale = _to_scale(spread * (0.1 / top if grid2 is None else fine), spec.scale_dtype)
-    tensors: dict[str, Tensor | None] = {"scale": scale, **_order(spec, g, grid[1])}
-    if grid2 is not None:
-        coarse = torch.rand(grid2, generator=g) + 0.5
-        tensors["scale2"] = (coarse * 0.1 / top / fine).to(
-            torch.float64 if spec.scale2_block == (spec.n, spec.k) else torch.float32
-        )
+    scale = _to_scale(spread * (0.1 / largest if scale2_grid is None else magnitude), spec.scale_dtype)
+    tensors: dict[str, Tensor | None] = {"scale": scale, **_column_order(spec, g, grid[1])}
+    if scale2_grid is not None:
+        spread2 = torch.rand(scale2_grid, generator=g) + 0.5
+        tensors["scale2"] = (spread2 * 0.1 / largest / magnitude).to(_scale2_dtype(spec))
     if spec.zero == "int":
         tensors["zero"] = torch.randint(1 << spec.weight.bits, grid, generator=g).to(torch.uint8)
     if spec.zero == "float":
-        middle = -torch.rand(grid, generator=g) * 0.1
-        if grid2 is not None and not spec.scale_dtype.is_floating_point:
+        offset = -torch.rand(grid, generator=g) * 0.1
+        if scale2_grid is not None and not spec.scale_dtype.is_floating_point:
             tensors["offset"] = torch.randint(1, 63, grid, generator=g).to(spec.scale_dtype)
-            tensors["offset2"] = -torch.rand(grid2, generator=g) * 0.1 / 63
+            tensors["offset2"] = -torch.rand(scale2_grid, generator=g) * 0.1 / 63
         else:
-            tensors["offset"] = middle.to(spec.scale_dtype)
+            tensors["offset"] = offset.to(spec.scale_dtype)
     codes = _pack(_random_codes(spec, g), spec, g)
     return _weight(spec, codes, tensors, g, device, input_scale=0.05)
 
@@ -130,7 +139,7 @@ def _random_codes(spec: LinearSpec, g: torch.Generator) -> Tensor:
 
 
 def _pack(raw: Tensor, spec: LinearSpec, g: torch.Generator) -> Tensor:
-    """Pack codes, and fill the bits that belong to no code with noise."""
+    """Pack codes, with random padding bits."""
     codes = bitstream.pack(raw, spec.weight.bits)
     used = spec.k * spec.weight.bits % 8
     if used:
@@ -142,7 +151,7 @@ def _pack(raw: Tensor, spec: LinearSpec, g: torch.Generator) -> Tensor:
 def _weight(
     spec: LinearSpec, codes: Tensor, tensors: dict[str, Tensor | None], g: torch.Generator, device: Any, input_scale: float
 ) -> QuantizedWeight:
-    """Add what an activation scheme and a bias need, and move it all."""
+    """The weight, with static activation scales and a bias where the spec has them."""
     act = spec.act
     if act is not None and not act.dynamic:
         tensors["input_scale"] = torch.tensor([input_scale])
@@ -155,25 +164,35 @@ def _weight(
 
 
 def inputs(m: int, spec: LinearSpec, seed: int | torch.Generator = 1, device: torch.device | str = "cpu") -> Tensor:
-    """Normal values [m, K] in the spec's input dtype."""
+    """Random inputs from a normal distribution.
+
+    Args:
+        m: Batch size M.
+        spec: The layer; gives K and the input dtype.
+        seed: A seed, or the generator to draw from.
+        device: Where the inputs are.
+
+    Returns:
+        [M, K] in the spec's input dtype.
+    """
     return torch.randn(m, spec.k, generator=_generator(seed)).to(spec.act_dtype).to(device)
 
 
-# ---- lossless data: every product and partial sum is a small multiple of 1/2, so that one wrong term is seen ----------
+# ---- lossless data: every product and partial sum is a small multiple of 1/2, so that any wrong term shows ------------
 
 
 def _markers(spec: LinearSpec) -> dict[int, float]:
-    """Input columns whose value makes each dynamic scale of the input exactly 1. The weight is zero there."""
+    """Input columns, with values, that make every dynamic activation scale exactly 1. The weight is zero there."""
     act = spec.act
     if act is None or not act.dynamic or act.scale == "e8m0":
         return {}
-    wide = act.group_size if act.granularity == "group" else spec.k
+    width = act.group_size if act.granularity == "group" else spec.k
     low, high = -float(1 << (act.dtype.bits - 1)), float((1 << (act.dtype.bits - 1)) - 1)
     found = {}
-    for start in range(0, spec.k, wide):
+    for start in range(0, spec.k, width):
         if act.symmetric:
             found[start] = act.dtype.max() if act.dtype.kind == "float" else (high - low) / 2
-        elif start + 1 < min(spec.k, start + wide):
+        elif start + 1 < min(spec.k, start + width):
             found[start], found[start + 1] = low, high
         else:
             found[start] = 0.0
@@ -181,75 +200,91 @@ def _markers(spec: LinearSpec) -> dict[int, float]:
 
 
 def lossless_weight(spec: LinearSpec, seed: int | torch.Generator = 0, device: torch.device | str = "cpu") -> QuantizedWeight:
-    """A weight whose product with `lossless_inputs` is exact in every input dtype, in whatever order it is summed.
+    """A weight whose GEMM with `lossless_inputs` is exact in every input dtype and reduction order.
 
-    At most 8 weights of a row are not zero; those are 1/2, 1 or 2 in size, scales are powers of two, zero points and
-    offsets are arbitrary. ValueError for a table type that has no 0, 1 or 2.
+    At most 8 weights per row are not zero, with magnitudes of 1/2, 1 or 2. Scales are powers of two; zero points and offsets are
+    arbitrary.
+
+    Args:
+        spec: Shape and scheme.
+        seed: A seed, or the generator to draw from.
+        device: Where the weight is.
+
+    Raises:
+        ValueError: For a codebook type without 0, 1 or 2.
     """
     g = _generator(seed)
-    grid, grid2 = _grid(spec), _grid2(spec)
-    order = _order(spec, g, grid[1])
-    power = torch.randint(2, grid, generator=g).float()  # the scale of a block is 1/2 or 1
+    grid, scale2_grid = _grid(spec), _scale2_grid(spec)
+    order = _column_order(spec, g, grid[1])
+    exponent = torch.randint(2, grid, generator=g).float()  # block scales are 1/2 or 1
     tensors: dict[str, Tensor | None] = {
-        "scale": _to_scale(2.0 ** (power - (1 if grid2 is None else 0)), spec.scale_dtype),
+        "scale": _to_scale(2.0 ** (exponent - (1 if scale2_grid is None else 0)), spec.scale_dtype),
         **order,
     }
-    if grid2 is not None:
-        tensors["scale2"] = torch.full(
-            grid2, 0.5, dtype=torch.float64 if spec.scale2_block == (spec.n, spec.k) else torch.float32
-        )
-    middle = (
+    if scale2_grid is not None:
+        tensors["scale2"] = torch.full(scale2_grid, 0.5, dtype=_scale2_dtype(spec))
+    zero = (
         torch.randint(1 << spec.weight.bits, grid, generator=g) if spec.zero != "none" else torch.zeros(grid, dtype=torch.int64)
     )
     if spec.zero == "int":
-        tensors["zero"] = middle.to(torch.uint8)
+        tensors["zero"] = zero.to(torch.uint8)
     if spec.zero == "float":
-        offset = -middle * 2.0 ** (power - 1)
-        if grid2 is not None and not spec.scale_dtype.is_floating_point:
-            # A one-byte offset has no room for every middle: 1 or 2 units of the second offset, so middles of 1 or 2.
-            middle = middle.clamp(0, 2)
-            tensors["offset"], tensors["offset2"] = (middle * 2**power).to(spec.scale_dtype), torch.full(grid2, -0.5)
+        offset = -zero * 2.0 ** (exponent - 1)
+        if scale2_grid is not None and not spec.scale_dtype.is_floating_point:
+            # A one-byte offset cannot hold every zero point times its scale, so zero points are at most 2.
+            zero = zero.clamp(0, 2)
+            tensors["offset"], tensors["offset2"] = (zero * 2**exponent).to(spec.scale_dtype), torch.full(scale2_grid, -0.5)
         else:
             tensors["offset"] = offset.to(spec.scale_dtype)
     if spec.bias:
         tensors["bias"] = torch.randint(-8, 9, (spec.n,), generator=g).to(spec.act_dtype)
-    raw = _lossless_codes(spec, middle, order, g)
+    raw = _lossless_codes(spec, zero, order, g)
     return _weight(spec, _pack(raw, spec, g), tensors, g, device, input_scale=1.0)
 
 
-def _lossless_codes(spec: LinearSpec, middle: Tensor, order: dict[str, Tensor | None], g: torch.Generator) -> Tensor:
-    """Codes of zero, but for up to 8 of each row, which are 1 or 2 steps from it."""
+def _lossless_codes(spec: LinearSpec, zero: Tensor, order: dict[str, Tensor | None], g: torch.Generator) -> Tensor:
+    """Codes of the zero point, but for up to 8 per row, which are 1 or 2 from it."""
     rows = (torch.arange(spec.n) + spec.block_offset[0]) // spec.block[0]
     columns = (torch.arange(spec.k) + spec.block_offset[1]) // spec.block[1]
     if order["group_index"] is not None:
         columns = order["group_index"].long()
-    value = middle[rows][:, columns].float()
-    where = torch.rand(spec.n, spec.k, generator=g).topk(min(8, spec.k), 1).indices
-    step = torch.tensor([-2.0, -1.0, 1.0, 2.0])[torch.randint(4, where.shape, generator=g)]
+    zeros = zero[rows][:, columns].float()
+    nonzero = torch.rand(spec.n, spec.k, generator=g).topk(min(8, spec.k), 1).indices
+    distance = torch.tensor([-2.0, -1.0, 1.0, 2.0])[torch.randint(4, nonzero.shape, generator=g)]
     markers = torch.zeros(spec.k, dtype=torch.bool)
     markers[list(_markers(spec))] = True
     stored = markers if order["perm"] is None else markers[order["perm"].long()]
-    moved = value.clone().scatter_add_(1, where, step)
-    moved[:, stored] = value[:, stored]
-    code, known = _encode(moved, spec.weight)
-    zero, has_zero = _encode(value, spec.weight)
+    values = zeros.clone().scatter_add_(1, nonzero, distance)
+    values[:, stored] = zeros[:, stored]
+    codes, representable = _encode(values, spec.weight)
+    zero_codes, has_zero = _encode(zeros, spec.weight)
     if not bool(has_zero.all()):
-        raise ValueError(f"{spec.weight.name} has no code for zero, so that no weight of it is lossless")
-    return torch.where(known, code, zero)
+        raise ValueError(f"{spec.weight.name} has no code for zero, so there is no lossless weight of it")
+    return torch.where(representable, codes, zero_codes)
 
 
 def _encode(value: Tensor, scalar: ScalarType) -> tuple[Tensor, Tensor]:
-    """The code of each value, uint8, and whether there is one."""
+    """The code of each value, uint8, and whether it has one."""
     table = {v: code for code, v in reversed(list(enumerate(scalar.values()))) if v == v}
     values = torch.tensor(sorted(table), dtype=torch.float32)
     codes = torch.tensor([table[v] for v in sorted(table)], dtype=torch.uint8)
-    place = torch.searchsorted(values, value.contiguous()).clamp_(max=len(table) - 1)
-    known = values[place] == value
-    return torch.where(known, codes[place], 0), known
+    index = torch.searchsorted(values, value.contiguous()).clamp_(max=len(table) - 1)
+    representable = values[index] == value
+    return torch.where(representable, codes[index], 0), representable
 
 
 def lossless_inputs(m: int, spec: LinearSpec, seed: int | torch.Generator = 1, device: torch.device | str = "cpu") -> Tensor:
-    """Integers from -2 to 2, [m, K], with the values that make a dynamic input scale 1 at columns where the weight is 0."""
+    """Inputs for `lossless_weight`: integers from -2 to 2, and values that make dynamic scales 1 where the weight is 0.
+
+    Args:
+        m: Batch size M.
+        spec: The layer; gives K, the activation scheme and the input dtype.
+        seed: A seed, or the generator to draw from.
+        device: Where the inputs are.
+
+    Returns:
+        [M, K] in the spec's input dtype.
+    """
     x = torch.randint(-2, 3, (m, spec.k), generator=_generator(seed)).float()
     for column, value in _markers(spec).items():
         x[:, column] = value

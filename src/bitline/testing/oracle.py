@@ -1,4 +1,4 @@
-"""Models as transformers itself makes them of a quantized file, to compare with."""
+"""Reference models: quantized files loaded by transformers itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def transformers_gguf_model(path: str | Path, dtype: torch.dtype) -> Any:
-    """A GGUF file's model with every weight dequantized by transformers (gguf's own formulas), on the CPU in `dtype`."""
+    """The model of a GGUF file, dequantized by transformers with the gguf package's formulas, on the CPU in `dtype`."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -22,7 +22,7 @@ def transformers_gguf_model(path: str | Path, dtype: torch.dtype) -> Any:
     if untied or unexpected:
         raise AssertionError(f"transformers did not load {path}: missing {untied}, unexpected {unexpected}")
     model.tie_weights()
-    # transformers keeps rotary frequencies in float32 whatever the model's dtype; a plain .to(dtype) would round them.
+    # transformers keeps rotary frequencies in float32 for every model dtype; .to(dtype) would round them.
     frequencies = {n: b.clone() for n, b in model.named_buffers() if n.endswith("inv_freq")}
     model = model.to(dtype).eval()
     for name, value in frequencies.items():

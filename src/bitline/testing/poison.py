@@ -1,4 +1,4 @@
-"""Uninitialised memory made visible: what a kernel allocates and forgets to write becomes NaN."""
+"""Poisoned memory: elements that a kernel allocates and does not write are NaN, so that comparisons catch them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch's functions and Tensor's methods that return memory which nobody has written yet.
+# torch's functions and Tensor's methods that return uninitialized memory.
 _FUNCTIONS = ("empty", "empty_like", "empty_strided", "empty_permuted")
 _METHODS = ("new_empty", "new_empty_strided")
 
 
 @contextmanager
 def poison() -> Iterator[None]:
-    """Within this context, torch.empty and its kin return NaN (floats) or bytes of 0xAA (integers), True (bool).
+    """Context manager in which torch.empty and its variants return poisoned memory.
 
-    It covers what Python code allocates, on any device; memory that a native library allocates by itself stays as it
-    is. torch's functions are replaced while the context lasts, so it is for tests with one thread.
+    Floats are NaN, integers have bytes of 0xAA, bools are True. It covers allocations from Python on any device, not those inside
+    native libraries. torch's functions are replaced while the context is active, so use it in single-threaded tests only.
     """
     saved = {name: getattr(torch, name) for name in _FUNCTIONS}
     own = {name: torch.Tensor.__dict__[name] for name in _METHODS if name in torch.Tensor.__dict__}
@@ -47,7 +47,7 @@ def _poisoned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def fill(tensor: Tensor) -> Tensor:
-    """Poison a tensor in place and return it."""
+    """Poison a tensor in place, and return it."""
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return tensor
     with torch.no_grad():
@@ -56,7 +56,7 @@ def fill(tensor: Tensor) -> Tensor:
         elif tensor.dtype.is_complex or (tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1):
             tensor.fill_(float("nan"))
         elif tensor.dtype.itemsize == 1 and tensor.dtype != torch.int8:
-            # 0xFF is NaN in every one-byte float that torch has, but for the FNUZ types, whose NaN is 0x80.
+            # 0xFF is NaN in every one-byte float of torch but the FNUZ types, whose NaN is 0x80.
             byte = 0x80 if "fnuz" in str(tensor.dtype) else 0xFF
             tensor.view(torch.uint8).fill_(byte if tensor.dtype.is_floating_point else 0xAA)
         else:

@@ -1,4 +1,4 @@
-"""What a kernel's output is compared with, and how far from it the output may be."""
+"""Reference outputs in float64, and the tolerances of kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from bitline import bitstream
 from bitline.act_quant import fake_quantize
 from bitline.weight import QuantizedWeight
 
-FACTOR = 2.0  # a kernel may be this many times as far from the exact product as torch is in the same dtype
+FACTOR = 2.0  # allowed ratio of a kernel's largest error to that of torch's linear in the same dtype
 
 
 def reference64(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """The exact layer: x [M, K] times the weight in float64, bias added. float64 [M, N].
+    """The layer's exact output: x @ W.T + bias in float64.
 
-    Where the scheme scales its input, x is scaled and rounded to its dtype first; where it quantizes it, x is then quantized
-    and read back, as `activations.fake_quantize` defines.
+    Where the weight has an `input_multiplier`, x is first multiplied by it and rounded to its dtype. Where the scheme quantizes
+    activations, x is then fake-quantized (`bitline.act_quant.fake_quantize`).
+
+    Args:
+        x: [M, K].
+        weight: The weight [N, K].
+
+    Returns:
+        float64 [M, N].
     """
     values = _input(x, weight).double()
     out = values.new_empty(x.shape[0], weight.spec.n)
@@ -28,7 +35,7 @@ def reference64(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def torch_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """torch's own linear on the dequantized weight, everything in x's dtype: the yardstick of a kernel's error. [M, N]."""
+    """torch's linear of the dequantized weight, all in x's dtype, [M, N]: the baseline of a kernel's error."""
     values = _input(x, weight).to(x.dtype)
     out = values.new_empty(x.shape[0], weight.spec.n)
     for rows in _row_chunks(weight):
@@ -49,7 +56,16 @@ def _row_chunks(weight: QuantizedWeight) -> list[slice]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest error of an output, where it is, and what was allowed."""
+    """An output compared with `reference64`.
+
+    Attributes:
+        error: The largest absolute error; infinite for a NaN.
+        allowed: The largest allowed error.
+        torch_error: The largest error of torch's linear in the same dtype.
+        at: Index [m, n] of the worst element; () for an empty output.
+        found: Its value.
+        expected: Its exact value.
+    """
 
     error: float
     allowed: float
@@ -60,7 +76,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """True where no element is further off than allowed; a NaN never is."""
+        """Whether every element is within the tolerance."""
         return self.error <= self.allowed
 
     def __str__(self) -> str:
@@ -71,10 +87,19 @@ class Comparison:
 
 
 def compare(out: Tensor, x: Tensor, weight: QuantizedWeight, factor: float = FACTOR) -> Comparison:
-    """out [M, N] against `reference64`.
+    """Compare an output with `reference64`.
 
-    Allowed is `factor` times the largest error of torch's linear in x's dtype, plus one unit in the last place of the
-    largest exact output (torch may be exact by luck where a sum in another order is not).
+    The allowed error is `factor` times the largest error of torch's linear in x's dtype, plus one unit in the last place of the
+    largest exact output (torch can be exact by luck where another reduction order is not). The rule is quack's.
+
+    Args:
+        out: The kernel's output, [M, N] in x's dtype.
+        x: [M, K].
+        weight: The weight [N, K].
+        factor: Multiple of torch's error that is allowed.
+
+    Raises:
+        AssertionError: Where `out` has another shape or dtype.
     """
     exact = reference64(x, weight)
     if out.shape != exact.shape or out.dtype != x.dtype:
@@ -90,7 +115,20 @@ def compare(out: Tensor, x: Tensor, weight: QuantizedWeight, factor: float = FAC
 
 
 def check(out: Tensor, x: Tensor, weight: QuantizedWeight, factor: float = FACTOR) -> Comparison:
-    """`compare`, and an AssertionError that names the worst element where the output is too far off."""
+    """Assert that an output is within the tolerance of `compare`.
+
+    Args:
+        out: The kernel's output, [M, N] in x's dtype.
+        x: [M, K].
+        weight: The weight [N, K].
+        factor: Multiple of torch's error that is allowed.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        AssertionError: Where it is not, with the worst element.
+    """
     result = compare(out, x, weight, factor)
     if not result.ok:
         raise AssertionError(f"{weight.spec} with M={x.shape[0]}: {result}")
@@ -98,11 +136,21 @@ def check(out: Tensor, x: Tensor, weight: QuantizedWeight, factor: float = FACTO
 
 
 def check_exact(out: Tensor, x: Tensor, weight: QuantizedWeight) -> None:
-    """For lossless data (`generators.lossless`): every element must be the exact product, bit for bit but for -0."""
+    """Assert that an output on lossless data is exact: equal to the float64 result in every element.
+
+    Args:
+        out: The kernel's output, [M, N] in x's dtype.
+        x: [M, K], from `lossless_inputs`.
+        weight: The weight [N, K], from `lossless_weight`.
+
+    Raises:
+        AssertionError: With the number of wrong elements, and the first one.
+        ValueError: Where the exact output is not representable in x's dtype, so that the data is not lossless.
+    """
     exact = reference64(x, weight)
     rounded = exact.to(x.dtype)
     if not torch.equal(rounded.double(), exact):
-        raise ValueError("the data is not lossless: the exact product has no representation in the input dtype")
+        raise ValueError("the data is not lossless: the input dtype cannot represent the exact output")
     if out.shape != exact.shape or out.dtype != x.dtype:
         raise AssertionError(f"output is {list(out.shape)} {out.dtype}, expected {list(exact.shape)} {x.dtype}")
     wrong = ~(out == rounded)
