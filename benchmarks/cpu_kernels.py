@@ -1,10 +1,10 @@
-"""Every CPU kernel on layers of small and large models, beside torch's own linear on the dense weight.
+"""Every CPU kernel on layers of small and large models, next to torch's own linear on the dense weight.
 
     python benchmarks/cpu_kernels.py [--quick] [--shape 4096x4096] [--scheme W4A16] [--m 1] [--out FILE]
 
 A kernel is timed only after its output passed `bitline.testing.check`; one that fails is reported as failed. Calls of all
-kernels of a row are interleaved, and each goes to another copy of the packed weight, so that a layer that a cache could
-hold is read from memory as it is in a model. The least time is reported: other work on the machine only ever adds.
+kernels of a row are interleaved, and each rotates to another copy of the packed weight, so that small layers are read from
+memory (cold cache) as in a model. The minimum is reported: other work on the machine only adds time.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from _machine import machine  # isort: skip
 
 SHAPES = ((576, 576), (192, 576), (1536, 576), (576, 1536), (49152, 576), (4096, 4096), (11008, 4096))
 M = (1, 16, 256)
-COLD = 96 << 20  # bytes of copies of a weight; three times the last-level cache of the machine in the docs
+COLD = 96 << 20  # total bytes of a weight's copies: three times the last-level cache of the machine in the docs
 RESULTS = Path(__file__).parent / "results" / "cpu_torch_ops.json"
 
 
@@ -59,34 +59,34 @@ def copies(packed: list[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
     return [packed] + [[t.clone() for t in packed] for _ in range(min(limit, COLD // size))]
 
 
-def measure(calls: dict[str, list[Callable[[], Any]]], seconds: float, patience: float) -> tuple[dict[str, float], float]:
-    """Least seconds of each, and the least share of the machine that other processes had during one round of measuring.
+def measure(calls: dict[str, list[Callable[[], Any]]], seconds: float, max_seconds: float) -> tuple[dict[str, float], float]:
+    """Minimum seconds of each, and the smallest share of the machine that other processes used during a round.
 
-    Calls of all kernels are interleaved, each takes the next copy. Rounds of so many seconds are repeated, within
-    `patience`, until one had the machine to itself: under other work two threads wait for each other for milliseconds.
+    Calls of all kernels are interleaved, each takes the next copy. Rounds of `seconds` are repeated, for at most
+    `max_seconds`, until one had the machine to itself: under other load two threads wait for each other for milliseconds.
     """
-    best, foreign = dict.fromkeys(calls, math.inf), math.inf
+    best, other_load = dict.fromkeys(calls, math.inf), math.inf
     start = time.perf_counter()
     while True:
-        begun, busy, own, turn = time.perf_counter(), machine_seconds(), time.process_time(), 0
-        while turn < 6 or (time.perf_counter() - begun < seconds and turn < 300):
+        round_start, cpu_start, own_start, iteration = time.perf_counter(), total_cpu_seconds(), time.process_time(), 0
+        while iteration < 6 or (time.perf_counter() - round_start < seconds and iteration < 300):
             for name, variants in calls.items():
-                call = variants[turn % len(variants)]
+                call = variants[iteration % len(variants)]
                 before = time.perf_counter()
                 call()
-                if turn:
+                if iteration:
                     best[name] = min(best[name], time.perf_counter() - before)
-            turn += 1
-        spent = time.perf_counter() - begun
-        others = machine_seconds() - busy - (time.process_time() - own)
-        foreign = min(foreign, max(0.0, others / spent / (os.cpu_count() or 1)))
-        if foreign < 0.05 or time.perf_counter() - start > patience:
-            return best, round(foreign, 3)
+            iteration += 1
+        elapsed = time.perf_counter() - round_start
+        others = total_cpu_seconds() - cpu_start - (time.process_time() - own_start)
+        other_load = min(other_load, max(0.0, others / elapsed / (os.cpu_count() or 1)))
+        if other_load < 0.05 or time.perf_counter() - start > max_seconds:
+            return best, round(other_load, 3)
         time.sleep(seconds)
 
 
-def machine_seconds() -> float:
-    """CPU seconds that all processes together have had, 0 where the system does not say."""
+def total_cpu_seconds() -> float:
+    """CPU seconds of all processes together, 0 where the system does not report them."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
@@ -94,7 +94,7 @@ def machine_seconds() -> float:
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
-def row(name: str, n: int, k: int, rows: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
+def benchmark_layer(name: str, n: int, k: int, m_values: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
     """One scheme and shape at several M."""
     spec = scheme(name, n, k)
     platform = Platform.detect("cpu")
@@ -103,14 +103,14 @@ def row(name: str, n: int, k: int, rows: tuple[int, ...], seconds: float) -> lis
     state: dict[str, Any] = {}
     for entry in registry.entries():
         kernel = entry.kernel
-        able = "cpu" in entry.platforms and spec.act_dtype in kernel.act_dtypes
-        if able and kernel.is_supported(platform) and kernel.can_implement(spec):
+        offered = "cpu" in entry.platforms and spec.act_dtype in kernel.act_dtypes
+        if offered and kernel.is_supported(platform) and kernel.can_implement(spec):
             packed = list(kernel.pack(weight).values())
             state[entry.name] = (kernel, copies(packed, 200))
     dense = [weight.dequantize(spec.act_dtype)]
     dense += [dense[0].clone() for _ in range(min(60, COLD // dense[0].nbytes))]
     found = []
-    for m in rows:
+    for m in m_values:
         x = inputs(m, spec)
         choice = choose(spec, platform, Policy(m=(m,)))
         calls, failed = {"F.linear": [partial(torch.nn.functional.linear, x, w) for w in dense]}, {}
@@ -121,10 +121,10 @@ def row(name: str, n: int, k: int, rows: tuple[int, ...], seconds: float) -> lis
                 failed[kernel_name] = str(error)
                 continue
             calls[kernel_name] = [partial(kernel.apply, x, p, bias, spec) for p in variants]
-        measured, foreign = measure(calls, seconds, 40 * seconds)
+        measured, other_load = measure(calls, seconds, 40 * seconds)
         found.append(
             {
-                "scheme": name, "n": n, "k": k, "m": m, "chosen": choice.best.name, "failed": failed, "other_work": foreign,
+                "scheme": name, "n": n, "k": k, "m": m, "chosen": choice.best.name, "failed": failed, "other_work": other_load,
                 "torch_linear_s": measured.pop("F.linear"),
                 "kernels": {
                     key: {"measured_s": value, "predicted_s": state[key][0].cost(spec, platform, m)}
@@ -169,7 +169,7 @@ def main() -> int:
     rows = []
     for n, k in shapes:
         for name in args.scheme or SCHEMES:
-            rows += row(name, n, k, tuple(args.m or M), seconds)
+            rows += benchmark_layer(name, n, k, tuple(args.m or M), seconds)
     ratios = [v["predicted_s"] / v["measured_s"] for r in rows for v in r["kernels"].values()]
     within = sum(0.5 <= x <= 2 for x in ratios)
     wrong = [r for r in rows if loss(r) > 1.1]
@@ -182,7 +182,7 @@ def main() -> int:
 
 
 def loss(r: dict[str, Any]) -> float:
-    """How many times the best kernel's time the chosen one takes."""
+    """The chosen kernel's time relative to the best one's."""
     measured = {name: v["measured_s"] for name, v in r["kernels"].items()}
     return measured.get(r["chosen"], math.inf) / min(measured.values()) if measured else 1.0
 

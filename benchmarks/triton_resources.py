@@ -1,9 +1,9 @@
-"""What the portable Triton kernels compile to, without a GPU: registers, spilled bytes, shared memory, instructions a weight.
+"""Resources of the compiled portable Triton kernels, without a GPU: registers, spills, shared memory, instructions per weight.
 
     python benchmarks/triton_resources.py        writes benchmarks/results/triton_resources.json
 
-`usage` is [registers of a thread, bytes it keeps in memory for want of them], `loop` the instructions of the loop over K and
-`weights` those that a thread would decode in one round of it if no other thread decoded them too.
+`usage` is [registers, bytes of spills] per thread, `loop` the instructions of the main loop over K, and `weights` the weights
+that a thread dequantizes per iteration, if no two threads dequantize the same one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How each kernel is proven on each platform: (platform, how, test). docs/kernels.md is made of this and of the kernels."""
+"""How each kernel is tested on each platform: (platform, how, test). docs/kernels.md is generated from this and the kernels."""
 
 CI = "runs in CI"
 INTERPRETED = "interpreted in CI"
@@ -11,25 +11,25 @@ TORCH = "called in CI as torch's own checks ask"
 _COMPILE = "tests/kernels/test_triton_compile.py::test_compiles"
 _W4 = "tests/kernels/test_triton_w4a16.py::test_conformance"
 _MINIFLOAT = "tests/kernels/test_triton_minifloat.py::"
-_RDNA = "tests/kernels/test_triton_w4a16.py::test_the_tiles_of_amd"
+_RDNA = "tests/kernels/test_triton_w4a16.py::test_amd_tile_configs"
 _HOPPER = "tests/kernels/test_hopper_compile.py::test_compiles"
 _GPU = "tests/gpu/test_kernels_gpu.py::"
 _TORCH_CPU = "tests/kernels/test_torch_cpu.py::test_through_a_layer"
 _EMULATION = "tests/kernels/test_emulation.py::test_a_family_is_emulated_exactly"
 _FP8 = _GPU + "test_fp8_conformance"
 _SCALED = "tests/kernels/test_triton_scaled_mm.py::"
-_ZEN = "tests/providers/inside_zentorch.py::"
+_ZEN = "tests/providers/real_zentorch.py::"
 _FLASHINFER = "tests/providers/test_flashinfer.py::test_computes_what_the_spec_says"
-_MICRO = "tests/kernels/test_torch_micro.py::test_computes_what_the_spec_says"
+_MICRO = "tests/kernels/test_torch_microscaled.py::test_computes_what_the_spec_says"
 _GPUS = "tests/providers/test_gpu_providers.py::"
-_ARK = "tests/providers/inside_ark.py::"
+_ARK = "tests/providers/real_ark.py::"
 _XPU = "tests/providers/test_xpu.py::"
 _HUMMING = "tests/providers/test_humming.py::test_computes_what_the_spec_says"
 
 _HUMMING_GPU = "tests/gpu/test_humming_gpu.py::test_conformance"
 _BLOCK_FP8 = "tests/gpu/test_block_fp8_gpu.py::test_conformance"
 _MARLIN = [
-    ("cpu", INTERPRETED, _MINIFLOAT + "test_marlins_names"), ("cuda", COMPILED, _COMPILE), ("cuda", COMPILED, _HOPPER),
+    ("cpu", INTERPRETED, _MINIFLOAT + "test_marlin_aliases"), ("cuda", COMPILED, _COMPILE), ("cuda", COMPILED, _HOPPER),
     ("cuda", H200, _GPU + "test_marlin_conformance"),
 ]  # fmt: skip
 
@@ -54,7 +54,7 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "TorchInt8PackLinearKernel": [("cpu", CI, _TORCH_CPU)],
     "TorchInt8ScaledMMLinearKernel": [("cpu", CI, _TORCH_CPU), ("cuda", H200, _GPU + "test_int8_conformance")],
     "ArkWNA16LinearKernel": [("cpu", PACKAGE, _ARK + "test_conforms")],
-    "ArkInt8WNA16LinearKernel": [("cpu", PACKAGE, _ARK + "test_eight_bit_inputs_are_close_and_by_name_alone")],
+    "ArkInt8WNA16LinearKernel": [("cpu", PACKAGE, _ARK + "test_int8_activations_are_close_and_by_name_alone")],
     "ZentorchWNA16LinearKernel": [("cpu", PACKAGE, _ZEN + "test_w4a16_conforms")],
     "ZentorchInt8ScaledMMLinearKernel": [("cpu", PACKAGE, _ZEN + "test_w8a8_computes_by_its_own_definition")],
     "TritonW4A16LinearKernel": [
@@ -66,8 +66,8 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
         ("cuda", H200, _GPU + "test_minifloat_conformance"),
     ],
     "TritonFakeQuantLinearKernel": [
-        ("cpu", INTERPRETED, "tests/kernels/test_triton_fake_quantized.py::test_conformance"), ("cuda", COMPILED, _COMPILE),
-        ("rocm", COMPILED, _COMPILE), ("cuda", H200, _GPU + "test_read_back_conformance"),
+        ("cpu", INTERPRETED, "tests/kernels/test_triton_fake_quant.py::test_conformance"), ("cuda", COMPILED, _COMPILE),
+        ("rocm", COMPILED, _COMPILE), ("cuda", H200, _GPU + "test_fake_quant_conformance"),
     ],
     "TritonInt8ScaledMMLinearKernel": [
         ("cpu", INTERPRETED, _SCALED + "test_int8"), ("cuda", COMPILED, _COMPILE), ("rocm", COMPILED, _COMPILE),
@@ -97,7 +97,7 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
         ("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says"), ("cuda", H200, _BLOCK_FP8),
     ],
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": [
-        ("cuda", CONTRACT, _GPUS + "test_one_weight_two_kernels"), ("cuda", H200, _BLOCK_FP8),
+        ("cuda", CONTRACT, _GPUS + "test_dispatch_on_m"), ("cuda", H200, _BLOCK_FP8),
     ],
     "HummingLinearKernel": [("cuda", CONTRACT, _HUMMING), ("cuda", H200, _HUMMING_GPU)],
     "HummingInt8ScaledMMLinearKernel": [("cuda", CONTRACT, _HUMMING), ("cuda", H200, _HUMMING_GPU)],

@@ -1,4 +1,4 @@
-"""DeepGEMM's and FlashInfer's products of block-scaled FP8 on Hopper, where their packages are installed."""
+"""The DeepGEMM and FlashInfer block-scaled FP8 kernels on Hopper, where their packages are installed."""
 
 import importlib.util
 
@@ -39,7 +39,7 @@ def test_conformance(kernel, spec):
 
 @pytest.mark.parametrize("m", [1, 8, 16, 31, 32, 200, 1000])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_rows_on_large_layers(kernel, m):
+def test_large_layers(kernel, m):
     for n, k in ((4096, 4096), (2112, 1024)):
         spec = BLOCK.replace(n=n, k=k)
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):

@@ -1,4 +1,4 @@
-"""The GPU kernels on a real device: conformance, graphs, determinism, torch.compile, large shapes."""
+"""The GPU kernels on a real device: conformance, CUDA graphs, determinism, torch.compile, large shapes."""
 
 from dataclasses import replace
 
@@ -13,11 +13,11 @@ from bitline.kernels.reference import BatchInvariantLinearKernel
 from bitline.kernels.torch import fp8
 from bitline.kernels.torch.int8_mm import TorchInt8ScaledMMLinearKernel
 from bitline.kernels.triton import launch
-from bitline.kernels.triton.act_quant import groups_of, rows_of
+from bitline.kernels.triton.act_quant import quantize_groups_padded, quantize_padded
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.kernels.triton.scaled_mm import TritonFp8BlockScaledMMKernel, TritonInt8ScaledMMLinearKernel
 from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
-from bitline.kernels.triton_fake_quant import TritonFakeQuantLinearKernel, read_back
+from bitline.kernels.triton_fake_quant import TritonFakeQuantLinearKernel, fake_quantize_fused
 from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
@@ -41,7 +41,7 @@ TRITON = [
 ]
 W3 = W4.replace(weight=types.uint3b4)
 NF4 = W4.replace(weight=types.nf4, block=(1, 64), scale_dtype=torch.float32)
-CODES = [  # in two places, or entries of a table
+SPLIT_OR_LUT = [  # codes with a high-bit plane, or LUT types
     W3, W3.replace(n=512, k=1024), W3.replace(weight=types.uint3, zero="int", act_order=True, act_dtype=torch.float16),
     W4.replace(weight=types.uint5, zero="int", block=(1, 32), bias=True), W3.replace(act_dtype=torch.float32),
     W4.replace(weight=types.uint6b32, act_dtype=torch.float16), W4.replace(weight=types.uint7b64),
@@ -84,7 +84,7 @@ E8M0 = torch.float8_e8m0fnu
 MX4 = LinearSpec(200, 544, types.float4_e2m1, (1, 32), scale_dtype=E8M0)
 NV4 = MX4.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(200, 544))
 MX8 = MX4.replace(weight=types.float8_e4m3fn)
-A16 = MX8.replace(block=(1, 544), scale_dtype=torch.float32)  # FP8 weights, a scale a row
+A16 = MX8.replace(block=(1, 544), scale_dtype=torch.float32)  # FP8 weights, per-channel scales
 HALF, FULL = {"act_dtype": torch.float16}, {"act_dtype": torch.float32}
 MXFP4 = [MX4, MX4.replace(bias=True, **HALF), MX4.replace(act_order=True, **FULL), MX4.replace(n=33, k=96, bias=True)]
 SMALL_NV4 = NV4.replace(n=33, k=272, scale2_block=(33, 272))
@@ -109,7 +109,7 @@ MARLIN = [
     (marlin.MarlinMxFp4LinearKernel, MXFP4), (marlin.MarlinNvFp4LinearKernel, NVFP4), (marlin.MarlinMxfp8LinearKernel, MXFP8),
     (marlin.MarlinFP8ScaledMMLinearKernel, FP8A16),
 ]  # fmt: skip
-INPUTS = [
+ACT_SCHEMES = [
     *(ActSpec(types.int8, *how) for how in ((), (True, "token", 0, False), (False, "tensor"), (False, "tensor", 0, False))),
     ActSpec(types.float8_e4m3fn), ActSpec(types.float8_e4m3fn, False, "tensor"), ActSpec(types.float8_e4m3fn, limit=40.0),
     ActSpec(types.int8, limit=25.0), ActSpec(types.int8, True, "token", 0, False, limit=25.0),
@@ -117,7 +117,7 @@ INPUTS = [
 MX4_INPUT = ActSpec(types.float4_e2m1, True, "group", 32, scale="e8m0")
 NV4_INPUT = ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3")
 INT8_INPUT, FP8_INPUT = ActSpec(types.int8), ActSpec(types.float8_e4m3fn)
-READ_BACK = [  # inputs that are rounded and read back before a weight-only product
+FAKE_QUANT = [  # fake-quantized activations before a weight-only GEMM
     MX4.replace(act=MX4_INPUT),
     MX4.replace(act=MX4_INPUT, bias=True, **HALF),
     MX4.replace(act=MX4_INPUT, act_order=True, **FULL),
@@ -152,7 +152,7 @@ needs_fp8 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("spec", [*TRITON, *CODES], ids=lambda s: s.key)
+@pytest.mark.parametrize("spec", [*TRITON, *SPLIT_OR_LUT], ids=lambda s: s.key)
 def test_triton_conformance(spec):
     check_kernel(TritonW4A16LinearKernel, [spec], device="cuda")
 
@@ -180,21 +180,21 @@ def test_emulation_conformance(kernel, specs):
     assert len(check_kernel(kernel, specs, device="cuda").passed) == len(specs)
 
 
-@pytest.mark.parametrize("spec", READ_BACK, ids=lambda s: s.key)
-def test_read_back_conformance(spec):
+@pytest.mark.parametrize("spec", FAKE_QUANT, ids=lambda s: s.key)
+def test_fake_quant_conformance(spec):
     assert check_kernel(TritonFakeQuantLinearKernel, [spec], device="cuda").passed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_inputs_are_read_back_as_defined(dtype):
+def test_fused_fake_quantization_is_bit_exact(dtype):
     x = torch.randn(37, 4096, device="cuda", dtype=dtype) * 10.0 ** torch.linspace(-4, 3, 37, device="cuda", dtype=dtype)[:, None]
     x[5], x[6, :32] = 0, 1e-30 if dtype != torch.float16 else 1e-7
     empty, given = torch.empty(0, device="cuda"), torch.full((1,), 0.01171875, device="cuda")
     dynamic = [ActSpec(kind, True, "group", g) for kind in (types.int8, types.float8_e4m3fn) for g in (32, 128)]
     for act in (*dynamic, INT8_INPUT, FP8_INPUT, ActSpec(types.int8, True, "token", 0, False), MX4_INPUT, BLOCKS[-1].act):
-        assert torch.equal(read_back(x, act, empty, empty), fake_quantize(x, act).to(dtype)), act
+        assert torch.equal(fake_quantize_fused(x, act, empty, empty), fake_quantize(x, act).to(dtype)), act
     for act in (NV4_INPUT, ActSpec(types.int8, False, "tensor"), ActSpec(types.float8_e4m3fn, False, "tensor")):
-        assert torch.equal(read_back(x, act, given, empty), fake_quantize(x, act, given).to(dtype)), act
+        assert torch.equal(fake_quantize_fused(x, act, given, empty), fake_quantize(x, act, given).to(dtype)), act
 
 
 def test_batch_invariant_conformance():
@@ -222,35 +222,35 @@ def test_block_conformance(kernel, taken):
 
 @needs_fp8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_inputs_are_quantized_as_defined(dtype):
+def test_fused_activation_quantization_is_bit_exact(dtype):
     x = torch.randn(37, 1024, device="cuda", dtype=dtype) * 30
     x[5] = 0
     x[6, :32] = 1e-30 if dtype != torch.float16 else 1e-7
     static = torch.tensor([0.37], device="cuda"), torch.tensor([-5], device="cuda", dtype=torch.int32)
-    for act in INPUTS:
+    for act in ACT_SCHEMES:
         given = () if act.dynamic else static[: 1 + (not act.symmetric)]
         want, want_scale, want_zero = quantize_input(x, act, *given)
-        for rows, columns in ((37, 1024), (40, 1040)):
-            codes, scale, zero = rows_of(x, act, rows, columns, *given)
-            assert torch.equal(scale[: want_scale.numel()], want_scale.view(-1)) and codes.shape == (rows, columns)
+        for m_padded, k_padded in ((37, 1024), (40, 1040)):
+            codes, scale, zero = quantize_padded(x, act, m_padded, k_padded, *given)
+            assert torch.equal(scale[: want_scale.numel()], want_scale.view(-1)) and codes.shape == (m_padded, k_padded)
             assert torch.equal(codes[:37, :1024].view(torch.uint8), want.view(torch.uint8))
             assert not codes[37:].view(torch.uint8).any() and not codes[:, 1024:].view(torch.uint8).any()
             assert (zero is None) == (want_zero is None)
             assert zero is None or torch.equal(zero[: want_zero.numel()], want_zero.view(-1))
     groups = [ActSpec(types.float8_e4m3fn, True, "group", g, scale=s) for g in (32, 128) for s in ("float", "e8m0")]
     for act in [*groups, replace(groups[0], limit=20.0)]:
-        codes, scale = groups_of(x, act, 40, 1024)
+        codes, scale = quantize_groups_padded(x, act, 40, 1024)
         found = codes.float() * scale.repeat_interleave(act.group_size, 1)
         assert torch.equal(found[:37], fake_quantize(x, act)) and not codes[37:].view(torch.uint8).any()
-        by_group = groups_of(x, act, 40, 1024, scales_by_group=True)[1]
-        assert torch.equal(by_group, scale) and by_group.stride() == (1, 40)
-    codes, scale = groups_of(x[:, :1000].contiguous(), ActSpec(types.float8_e4m3fn, True, "group", 128), 37, 1008)
+        m_major = quantize_groups_padded(x, act, 40, 1024, m_major_scales=True)[1]
+        assert torch.equal(m_major, scale) and m_major.stride() == (1, 40)
+    codes, scale = quantize_groups_padded(x[:, :1000].contiguous(), ActSpec(types.float8_e4m3fn, True, "group", 128), 37, 1008)
     want = fake_quantize(x[:, :1000], ActSpec(types.float8_e4m3fn, True, "group", 128))
     assert torch.equal((codes.float() * scale.repeat_interleave(128, 1)[:, :1008])[:, :1000], want) and codes.shape == (37, 1008)
 
 
 @needs_fp8
-def test_fp8_quantization_is_the_defined_one():
+def test_fp8_quantization_is_bit_exact():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.randn(37, 1000, device="cuda", dtype=dtype) * 30
         x[5] = 0
@@ -263,7 +263,7 @@ def test_fp8_quantization_is_the_defined_one():
 
 
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 64, 65, 200, 256, 257, 1000])
-def test_every_tile_on_a_large_layer(m):
+def test_every_config_on_a_large_layer(m):
     for n, k in ((4096, 4096), (10240, 2048)):
         spec = W4.replace(n=n, k=k, weight=types.uint4b8)
         weight = random_weight(spec, 1, "cuda")
@@ -277,7 +277,7 @@ def test_every_tile_on_a_large_layer(m):
 @pytest.mark.parametrize("m", [1, 7, 16, 40, 64, 200, 257])
 @pytest.mark.parametrize("spec", [MX4, NV4, MX8, A16, A16.replace(block=(128, 128))], ids=lambda s: s.scheme)
 def test_minifloats_on_a_large_layer(spec, m):
-    """Every tile, and K split over programs."""
+    """Every tile configuration, and split-K."""
     for n, k in ((2048, 4096), (10240, 1056)):
         block = (spec.block[0], min(spec.block[1], 128) if spec is not A16 else k)
         layer = spec.replace(n=n, k=k, block=block, scale2_block=spec.scale2_block and (n, k))
@@ -289,7 +289,7 @@ def test_minifloats_on_a_large_layer(spec, m):
 
 @pytest.mark.parametrize("m", [1, 7, 16, 40, 64, 200, 257])
 @pytest.mark.parametrize("spec", [W3, NF4, W3.replace(weight=types.uint6, zero="int")], ids=lambda s: s.scheme)
-def test_codes_on_a_large_layer(spec, m):
+def test_split_and_lut_codes_on_a_large_layer(spec, m):
     for n, k in ((2048, 4096), (10240, 1024)):
         layer = spec.replace(n=n, k=k)
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
@@ -305,8 +305,8 @@ def test_codes_on_a_large_layer(spec, m):
     [(TritonInt8ScaledMMLinearKernel, INT8), (TritonFp8BlockScaledMMKernel, BLOCK), (TritonFp8BlockScaledMMKernel, BLOCKS[-1])],
     ids=["int8", "blocks", "mxfp8"],
 )
-def test_scaled_products_on_large_layers(kernel, spec, m):
-    """Every tile, slices of K that end before it does, and so many rows of W that there is one slice."""
+def test_scaled_mm_on_large_layers(kernel, spec, m):
+    """Every tile configuration, a K that K slices do not divide, and an N so large that there is one K slice."""
     for n, k in ((2048, 4096), (20480, 1056)):
         layer = spec.replace(n=n, k=k, block=(spec.block[0], k) if kernel is TritonInt8ScaledMMLinearKernel else spec.block)
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
@@ -319,10 +319,10 @@ def test_panels_and_the_fused_kernel_agree_with_the_reference():
     weight = random_weight(spec, 2, "cuda")
     packed, bias = list(TritonW4A16LinearKernel.pack(weight).values()), weight.bias.bfloat16()
     x = inputs(300, spec, 3, "cuda")
-    check(launch.by_panels(x, packed, bias, spec), x, weight)
+    check(launch.dequantize_then_matmul(x, packed, bias, spec), x, weight)
     for spec in (MX4, NV4.replace(**HALF), A16.replace(block=(128, 128)), MX4.replace(weight=types.float6_e3m2, act_order=True)):
         weight, x = random_weight(spec, 2, "cuda"), inputs(300, spec, 3, "cuda")
-        check(launch.by_panels(x, list(TritonMinifloatLinearKernel.pack(weight).values()), None, spec), x, weight)
+        check(launch.dequantize_then_matmul(x, list(TritonMinifloatLinearKernel.pack(weight).values()), None, spec), x, weight)
 
 
 def _layers():

@@ -1,4 +1,4 @@
-"""Tests of Triton kernels run under its interpreter, in a process of their own: the switch is read when Triton is imported."""
+"""Running tests of Triton kernels under Triton's interpreter, in a process of its own: the switch is read at Triton's import."""
 
 import os
 import subprocess
@@ -9,11 +9,11 @@ import pytest
 from bitline.testing import poison
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
 
-def run_inside(file):
-    """Run a test file's tests under the interpreter, once, from the process that has none."""
+def run_interpreted(file):
+    """Run a test file's `needs_interpreter` tests, once, from the process that has no interpreter."""
     if INTERPRETED:
         pytest.skip("this is the interpreted process")
     env = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -23,17 +23,21 @@ def run_inside(file):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def apply(kernel, weight, x, how=None, packed_bfloat=False):
-    """The product, out of poisoned memory. how: None as the kernel itself chooses, "panels", or a tile of the fused kernel."""
+def apply(kernel, weight, x, path=None, has_bf16x2=False):
+    """The layer's output, computed in poisoned memory.
+
+    path: None as the kernel itself chooses, "panels" for dequantized panels, or a GemmConfig of the fused kernel.
+    """
     from bitline.kernels.triton import launch
-    from bitline.kernels.triton.heuristics import Tile
+    from bitline.kernels.triton.heuristics import GemmConfig
 
     with poison():
         packed = list(kernel.pack(weight).values())
         bias = None if weight.bias is None else weight.bias.to(x.dtype)
-        if how is None and not packed_bfloat:
+        if path is None and not has_bf16x2:
             return kernel.apply(x, packed, bias, weight.spec)
-        if how == "panels":
-            return launch.by_panels(x, packed, bias, weight.spec)
-        tile = how or Tile(2, 64, 16, 4, 2)
-        return launch.fused(x, packed, bias, launch.Plan(weight.spec, tile, packed[0].shape[0], bias is not None, packed_bfloat))
+        if path == "panels":
+            return launch.dequantize_then_matmul(x, packed, bias, weight.spec)
+        config = path or GemmConfig(2, 64, 16, 4, 2)
+        plan = launch.LaunchPlan(weight.spec, config, packed[0].shape[0], bias is not None, has_bf16x2)
+        return launch.fused_gemm(x, packed, bias, plan)

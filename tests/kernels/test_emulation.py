@@ -1,4 +1,4 @@
-"""Kernels that stand in for fast ones: the micro-scaled families by name, and the batch-invariant reference."""
+"""Emulation kernels: the microscaled families by name, and the batch-invariant reference."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ NV = LinearSpec(48, 208, types.float4_e2m1, (1, 16), scale_dtype=E4M3, scale2_bl
 
 
 def variants(spec, act):
-    """Weight-only and with its input quantized, in every dtype, uneven, cut inside a block, of one block."""
+    """Weight-only and with quantized activations, every dtype, a shard that starts inside a block, a layer of one block."""
     other = [spec.replace(act_dtype=d, bias=True) for d in (torch.float16, torch.float32)]
     return [spec, spec.replace(act=act), *other, spec.replace(block_offset=(0, 8)), spec.replace(n=5, k=7)]
 

@@ -1,4 +1,4 @@
-"""Every registered kernel on every GGUF type: it computes with the type's own values, or says why it does not take it."""
+"""Every registered kernel on every GGUF type: it computes with the type's own values, or refuses with a reason."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import torch
 from bitline import Platform, types
 from bitline.formats.gguf.blocks import BLOCKS
 from bitline.kernels import registry
-from bitline.kernels.integers import integers
+from bitline.kernels.integers import integer_codes
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import random_weight
 from bitline.types import ActSpec
@@ -27,7 +27,7 @@ SPECS = [
     *CHANNEL, *(s.replace(act=ActSpec(t)) for s in CHANNEL for t in (types.int8, types.float8_e4m3fn)),
 ]  # fmt: skip
 
-if INTERPRETED:  # slowly: one of each type that no other test has
+if INTERPRETED:  # the interpreter is slow: one of each type that no other test has
     SPECS = list({(s.weight, s.act): s for s in SPECS if s.weight in (*TABLES, types.uint2b1, types.uint2)}.values())
 
 
@@ -45,19 +45,19 @@ def test_a_kernel_computes_with_the_types_values_or_refuses(entry):
     if runs_here(entry):
         if taken:
             assert len(check_kernel(kernel, taken).passed) == len(taken)
-    elif not entry.name.startswith("Triton"):  # those run in the interpreted process below
+    elif not entry.name.startswith("Triton"):  # Triton kernels run in the interpreted process below
         for spec in taken:
             if spec.weight in TABLES:
                 packs_integers(kernel, random_weight(spec, 1))
 
 
 def packs_integers(kernel, weight):
-    """A kernel that does not run here holds the table's values, as bytes in whatever order."""
-    known = integers(weight.spec.weight)
+    """The packed tensors of a kernel that does not run here hold the table's values, as bytes in any order."""
+    known = integer_codes(weight.spec.weight)
     try:
         tensors = kernel.pack(weight).values()
     except ModuleNotFoundError:
-        return  # it asks its provider's package even to pack
+        return  # it needs its provider's package to pack
     packed = [t.view(torch.int8) for t in tensors if t.numel() >= weight.codes.numel() and t.itemsize == 1]
     expected = torch.tensor(known.values)[weight.unpacked().int()].flatten()
     count = lambda values: torch.bincount(values.flatten().int()[values.flatten() != 0] + 128, minlength=256)

@@ -1,4 +1,4 @@
-"""Kernels made of torch's own operators, against the exact product in float64."""
+"""Kernels on torch's CPU operators, against an exact float64 GEMM."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ def make(
     n, k, weight=uint4b8, group=0, *, zero="none", act_order=False, bias=False, act=None, dtype=torch.bfloat16,
     scale_dtype=torch.float32, block=None, lossless=False,
 ):  # fmt: skip
-    """A random weight; a lossless one has values that every intermediate result represents."""
+    """A random weight; with lossless, one whose GEMM is exact in every intermediate dtype."""
     gen = torch.Generator().manual_seed(next(SEED))
     spec = LinearSpec(
         n, k, weight, block or (1, group or k), scale_dtype=scale_dtype, zero=zero, act_order=act_order, act=act,
@@ -60,7 +60,7 @@ def make(
 def inputs(m, weight, *, lossless=False):
     gen = torch.Generator().manual_seed(next(SEED))
     x = torch.randn(m, weight.spec.k, generator=gen)
-    if lossless:  # one small integer a row: the product is one weight times it
+    if lossless:  # one small integer per token, so each output is one weight times it
         x = torch.zeros_like(x)
         if m:
             at = torch.randint(0, weight.spec.k, (m, 1), generator=gen)
@@ -125,10 +125,10 @@ class TestInt4:
         verify(self.kernel, make(70, 160, scalar, 32, act_order=True, zero="int" if not scalar.bias else "none"))
 
     @pytest.mark.parametrize("scalar", [uint4b8, int8], ids=str)
-    def test_both_sides_of_the_switch(self, scalar):
+    def test_both_sides_of_the_crossover(self, scalar):
         weight = make(1088, 1024, scalar, 128, bias=True)
         planes = 1 if scalar is uint4b8 else 2
-        at = int4_cpu._switch(1088 * 1024 * planes, planes, "amx" in cpu_features())
+        at = int4_cpu._panel_crossover_m(1088 * 1024 * planes, planes, "amx" in cpu_features())
         verify(self.kernel, weight, [int(at) - 1, int(at), int(at) + 1, int(at) + 2])
 
     def test_several_panels(self, monkeypatch):
@@ -140,17 +140,17 @@ class TestInt4:
         monkeypatch.setattr(int4_packing, "layout", lambda: None)
         verify(self.kernel, make(64, 64), [600])
 
-    def test_rows_packed_in_chunks_are_the_whole(self):
+    def test_packing_in_chunks_equals_packing_the_whole(self):
         codes = torch.randint(0, 16, (192, 64), dtype=torch.uint8)
         parts = [int4_packing.convert(codes[r : r + 64]) for r in range(0, 192, 64)]
         assert torch.equal(torch.cat(parts), int4_packing.convert(codes))
 
-    def test_block_scales_and_cuts(self):
+    def test_block_scales_and_shards(self):
         whole = make(300, 512, uint4b8, block=(128, 128))
         verify(self.kernel, whole.shard(0, 1, 4), [1, 5])
         verify(self.kernel, whole.shard(1, 1, 8), [1, 5])
-        cut = make(64, 192, uint4b8, 96).narrow(1, 64, 160)  # as many columns as a group has, and yet of two
-        verify(self.kernel, cut, [1, 5])
+        shard = make(64, 192, uint4b8, 96).narrow(1, 64, 160)  # as many columns as a group, but parts of two groups
+        verify(self.kernel, shard, [1, 5])
         assert "20 columns" in self.kernel.can_implement(whole.narrow(1, 20, 500).spec).reason
 
     @pytest.mark.parametrize("act", ["int8-dynamic-token", "int8-static-tensor-asym", "int8-dynamic-group32"])
@@ -203,16 +203,16 @@ class TestInt8Pack:
             x = inputs(m, weight, lossless=True)
             check_exact(run(self.kernel, weight, x), x, weight)
 
-    def test_both_sides_of_the_switch(self):
+    def test_both_sides_of_the_crossover(self):
         weight = make(1000, 1024, int8, bias=True)
-        at = int(int8_cpu._switch(1000 * 1024, "amx" in cpu_features()))
+        at = int(int8_cpu._panel_crossover_m(1000 * 1024, "amx" in cpu_features()))
         verify(self.kernel, weight, [at - 1, at, at + 1, at + 2])
 
     def test_refusals(self):
         spec = LinearSpec(64, 256, int8, (1, 256))
         for change, reason in (
             ({"block": (1, 128)}, "groups of 128"), ({"zero": "int"}, "zero points"), ({"weight": float8_e4m3fn}, "float8"),
-            ({"weight": SCALAR_TYPES["uint8"]}, "uint8"), ({"act_dtype": torch.float32}, "one number at a time"),
+            ({"weight": SCALAR_TYPES["uint8"]}, "uint8"), ({"act_dtype": torch.float32}, "30 times slower"),
         ):  # fmt: skip
             verdict = self.kernel.can_implement(spec.replace(**change))
             assert not verdict and reason in verdict.reason and verdict.fix
@@ -242,13 +242,13 @@ class TestInt8MM:
         verify(self.kernel, make(n, k, uint8b128, act=act, dtype=dtype, block=(n, k), act_order=True))
 
     @pytest.mark.parametrize("m", [1, 2, 8, 9, 1030])
-    def test_in_parts(self, m, monkeypatch):
+    def test_several_output_tiles(self, m, monkeypatch):
         monkeypatch.setattr(int8_mm, "CACHED", 1000)
-        monkeypatch.setattr(int8_mm, "SUMS", {"cpu": 200})
+        monkeypatch.setattr(int8_mm, "ACCUMULATORS", {"cpu": 200})
         verify(self.kernel, make(50, 70, int8, act=ActSpec.parse("int8-dynamic-token-asym"), bias=True), [m])
 
-    def test_sums_are_exact(self):
-        """Inputs whose quantized form is known: every output is an integer that float32 holds."""
+    def test_accumulation_is_exact(self):
+        """Activations whose codes are known: every output is an integer that float32 represents."""
         weight = make(40, 64, int8, act=ActSpec.parse("int8-static-tensor-asym"), dtype=torch.float32, lossless=True)
         weight = dataclasses.replace(weight, input_scale=torch.tensor(1.0), input_zero=torch.tensor(-7))
         for m in (1, 5, 20):

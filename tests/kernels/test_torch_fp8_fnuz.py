@@ -1,4 +1,4 @@
-"""FP8 on AMD's gfx942, whose units read another E4M3: the codes' change is exact, and torch's product gets nothing else."""
+"""FP8 on AMD's gfx942, which reads the fnuz variant of E4M3: codes convert exactly, and `_scaled_mm` gets only such operands."""
 
 import pytest
 import torch
@@ -17,15 +17,15 @@ SPECS = [
 ]  # fmt: skip
 
 
-def test_the_change_of_codes_is_exact():
+def test_conversion_to_fnuz_is_exact():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    changed = fp8.fnuz(codes)
-    assert changed.dtype == torch.float8_e4m3fnuz
-    torch.testing.assert_close(2 * changed.float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+    converted = fp8.to_fnuz(codes)
+    assert converted.dtype == torch.float8_e4m3fnuz
+    torch.testing.assert_close(2 * converted.float(), codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None):
-    """As torch's on a gfx942: both factors float8_e4m3fnuz, b a transposed view, scales of a whole or of rows and columns."""
+    """As torch's on a gfx942: float8_e4m3fnuz operands, b a transposed view, per-tensor or row-wise scales."""
     assert a.dtype == b.dtype == torch.float8_e4m3fnuz and a.is_contiguous() and b.stride(0) == 1
     assert a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0 and scale_a.dtype == scale_b.dtype == torch.float32
     if scale_a.numel() > 1 or scale_b.numel() > 1:
@@ -42,6 +42,6 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None):
     ],
 )  # fmt: skip
 def test_computes_what_the_spec_says(kernel, monkeypatch):
-    monkeypatch.setattr(fp8, "_takes_fnuz", lambda device: True)
+    monkeypatch.setattr(fp8, "_uses_fnuz", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     assert len(check_kernel(kernel, SPECS, "rocm:gfx942").passed) >= 2

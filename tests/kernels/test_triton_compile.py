@@ -1,4 +1,4 @@
-"""The Triton kernels compile for every kind of GPU, within its shared memory, and without spilling registers. No GPU needed."""
+"""The Triton kernels compile for every kind of GPU, within its shared memory and without register spills. No GPU needed."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-SPILLED = {("sm_80", "3 bits zero M=64"): 48}  # bytes a thread
+SPILLS = {("sm_80", "3 bits zero M=64"): 48}  # bytes per thread
 
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_120", "gfx942", "gfx1100", "gfx1201"])
@@ -24,4 +24,4 @@ def test_compiles(target, tmp_path):
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel
         if kernel["usage"] is not None:
-            assert kernel["usage"][1] <= SPILLED.get((target, kernel["kernel"]), 16), f"spills: {kernel}"
+            assert kernel["usage"][1] <= SPILLS.get((target, kernel["kernel"]), 16), f"spills: {kernel}"

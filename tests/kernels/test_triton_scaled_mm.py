@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from interpreter import inside, run_inside
+from interpreter import needs_interpreter, run_interpreted
 
 import bitline
 from bitline import Platform, types
-from bitline.kernels.triton.scaled_mm import TritonFp8BlockScaledMMKernel, TritonInt8ScaledMMLinearKernel, _step
+from bitline.kernels.triton.scaled_mm import TritonFp8BlockScaledMMKernel, TritonInt8ScaledMMLinearKernel, _scale_interval
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
 
@@ -36,27 +36,27 @@ FP8_SPECS = [
 
 
 def test_under_the_interpreter():
-    run_inside(__file__)
+    run_interpreted(__file__)
 
 
-@inside
+@needs_interpreter
 @pytest.mark.parametrize("spec", INT8_SPECS, ids=lambda s: s.scheme)
 def test_int8(spec):
     assert check_kernel(TritonInt8ScaledMMLinearKernel, [spec], Platform.detect("cpu")).passed
 
 
-@inside
+@needs_interpreter
 @pytest.mark.parametrize("spec", FP8_SPECS, ids=lambda s: s.scheme)
 def test_fp8_blocks(spec):
     assert check_kernel(TritonFp8BlockScaledMMKernel, [spec], Platform.detect("cpu")).passed
 
 
-def test_no_tile_crosses_a_scale():
-    """A tile of columns that held more than one scale would silently use the first."""
+def test_no_tile_crosses_a_scale_block():
+    """A tile of K with more than one scale would silently use the first."""
     for block, offset, group in ((128, 0, 128), (128, 32, 128), (64, 0, 128), (128, 64, 32), (32, 0, 32), (96, 0, 96)):
         act = ActSpec(types.float8_e4m3fn, True, "group", group)
         spec = FP8.replace(k=4096, block=(128, block), block_offset=(0, offset), act=act)
-        step = _step(spec)
+        step = _scale_interval(spec)
         for start in range(0, 4096, step):
             stop = min(start + step, 4096) - 1
             assert (start + offset) // block == (stop + offset) // block and start // group == stop // group
@@ -70,5 +70,5 @@ def test_where_they_are_offered():
     for platform in ("cuda:sm80", "cuda:sm90", "rocm:gfx942", "rocm:gfx1100", "xpu"):
         assert "TritonInt8ScaledMMLinearKernel" in names(INT8, platform)
     assert "TritonInt8ScaledMMLinearKernel" not in names(INT8, "cuda:sm75")
-    for platform, there in (("cuda:sm90", True), ("cuda:sm80", False), ("rocm:gfx1201", True), ("rocm:gfx942", False)):
-        assert ("TritonFp8BlockScaledMMKernel" in names(FP8, platform)) == there
+    for platform, offered in (("cuda:sm90", True), ("cuda:sm80", False), ("rocm:gfx1201", True), ("rocm:gfx942", False)):
+        assert ("TritonFp8BlockScaledMMKernel" in names(FP8, platform)) == offered

@@ -60,7 +60,7 @@ def test_packages_that_fail_are_named_and_harmless(tmp_path):
     best, hopper, refused, failures, raising_support, tuple_verdict, reference, unregistered = json.loads(done.stdout)
     assert not {best, hopper} & {"RaisingSupport", "TupleVerdict"} and reference and not unregistered
     assert "no_such_attribute" in refused["RaisingSupport"] and "no Verdict" in refused["TupleVerdict"]
-    assert "no_such_attribute" in raising_support and tuple_verdict == "takes none of the schemes tried"
+    assert "no_such_attribute" in raising_support and tuple_verdict == "supports none of the schemes tried"
     assert failures == {
         "missing": failures["missing"],
         "exits": "SystemExit: goodbye",

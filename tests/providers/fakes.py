@@ -1,8 +1,8 @@
-"""Stand-ins for packages that do not run on this machine.
+"""Fakes of packages that do not run on this machine.
 
-Each takes only what the package's recorded signature takes (tests/providers/signatures), checks dtypes, shapes and strides as
-the package's documentation and its own checks ask, and computes the right answer by decoding what it was given: wrong packing
-gives wrong numbers. They are put into sys.modules, or registered as operators, for one test.
+Each accepts only what the package's recorded signature accepts (tests/providers/signatures), checks dtypes, shapes and strides as
+the package's documentation and its own checks ask, and computes the result by dequantizing its operands: wrong packing gives
+wrong numbers. They are put into sys.modules, or registered as operators, for one test.
 """
 
 import ast
@@ -32,7 +32,7 @@ def _default(node):
 
 
 def bind(package, name, args, kwargs):
-    """Arguments by name, as the recorded signature takes them; a TypeError where it does not, or not this literal."""
+    """Arguments by name, bound to the recorded signature, whose literals are enforced. Raises TypeError where they do not fit."""
     spec = ast.parse(f"def f{record(package)['names'][name]}: ...").body[0].args
     defaults = [inspect.Parameter.empty] * (len(spec.args) - len(spec.defaults)) + [_default(d) for d in spec.defaults]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -89,7 +89,7 @@ def operators(package, namespace, **functions):
                 delattr(getattr(torch.ops, namespace), name)
 
 
-# ---- decoding ----------------------------------------------------------------------------------------------------------
+# ---- dequantization -----------------------------------------------------------------------------------------------------
 
 
 def e2m1(codes):
@@ -99,7 +99,7 @@ def e2m1(codes):
 
 
 def tiles(swizzled, rows, columns):
-    """Scale (r, c) from where CUDA's documentation puts it: uint8 [rows, columns]."""
+    """Unswizzled scales uint8 [rows, columns] of the 128x4 tile layout in cuBLASLt's documentation."""
     width = -(-columns // 4)
     assert swizzled.is_contiguous() and swizzled.numel() == -(-rows // 128) * 128 * width * 4
     r, c = torch.arange(rows)[:, None], torch.arange(columns)[None]
@@ -108,7 +108,7 @@ def tiles(swizzled, rows, columns):
 
 
 def scaled(values, scales, columns, kind):
-    """Values times the scales of their `columns`."""
+    """Values times block scales, one per `columns`."""
     if kind == "e4m3":
         numbers = scales.view(torch.float8_e4m3fn).double()
     else:
@@ -155,7 +155,7 @@ def mm_mxfp8(*args, **kwargs):
 
 
 def flashinfer():
-    """The package's module of products."""
+    """The package's GEMM module."""
     return module("flashinfer.gemm", mm_fp4=mm_fp4, mm_mxfp8=mm_mxfp8)
 
 
@@ -194,20 +194,20 @@ def mslk_f4f4bf16(XQ, WQ, x_scale, w_scale, output=None, global_scale=None, mxfp
 
 @contextmanager
 def fbgemm():
-    """FBGEMM's operators."""
+    """FBGEMM's operators, under the package's former name."""
     with module("fbgemm_gpu.experimental.gen_ai"), operators("fbgemm", "fbgemm", f4f4bf16=f4f4bf16):
         yield
 
 
 @contextmanager
 def mslk():
-    """The same under their new name."""
+    """The same under the package's new name."""
     with module("mslk.gemm"), operators("mslk", "mslk", f4f4bf16=mslk_f4f4bf16):
         yield
 
 
 def blocks(codes, scale, rows):
-    """float64 of codes [R, C] with float32 scales of rows x 128."""
+    """FP8 codes [R, C] with float32 scales of rows x 128 blocks, as float64."""
     assert codes.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and codes.shape[1] % 128 == 0
     assert scale.shape == (-(-codes.shape[0] // rows), codes.shape[1] // 128)
     wide = scale.double().repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(128, 1)
@@ -218,7 +218,7 @@ def fp8_gemm_nt(*args, **kwargs):
     g = bind("deep_gemm", "fp8_gemm_nt", args, kwargs)
     (a, a_scale), (b, b_scale) = g.a, g.b
     assert a.is_contiguous() and b.is_contiguous() and g.d.is_contiguous() and g.d.dtype == torch.bfloat16 and g.c is None
-    assert a_scale.stride(0) == 1 and a_scale.stride(1) % 4 == 0, "columns of scales, aligned for TMA"
+    assert a_scale.stride(0) == 1 and a_scale.stride(1) % 4 == 0, "M-major scales, aligned for TMA"
     assert b.shape[0] % 64 == 0 and g.disable_ue8m0_cast
     g.d.copy_(blocks(a, a_scale, 1) @ blocks(b, b_scale, 128).T)
 
@@ -229,8 +229,8 @@ def deep_gemm():
 
 
 def fp8_blockscale(*args, **kwargs):
-    """Codes and scales as the wheel's TMA descriptors read them (csrc/nv_internal, deep_gemm/fp8_gemm.cuh): a group's scales of
-    all rows one after another, in multiples of 4."""
+    """Codes and scales as the wheel's TMA descriptors read them (csrc/nv_internal, deep_gemm/fp8_gemm.cuh): M-major scales, M a
+    multiple of 4."""
     g = bind("flashinfer", "fp8_blockscale_gemm_sm90", args, kwargs)
     (m, _k), n = g.input.shape, g.weight.shape[0]
     assert g.input.dtype == torch.float8_e4m3fn and g.input.is_contiguous() and g.out is None and g.out_dtype == torch.bfloat16
@@ -239,5 +239,5 @@ def fp8_blockscale(*args, **kwargs):
 
 
 def flashinfer_fp8():
-    """FlashInfer's product of block-scaled FP8."""
+    """FlashInfer's block-scaled FP8 GEMM."""
     return module("flashinfer.gemm", fp8_blockscale_gemm_sm90=fp8_blockscale)

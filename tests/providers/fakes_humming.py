@@ -1,4 +1,4 @@
-"""humming, as its wheel's recorded signatures have it; tensors are checked as its schema's `validate_tensors` does."""
+"""A fake of humming with its wheel's recorded signatures; tensors are checked as its schema's `validate_tensors` does."""
 
 import sys
 import types as python_types
@@ -29,7 +29,7 @@ def schema(name):
 
 
 def prepare_layer_config(*args, **kwargs):
-    """What its own compatibility check and its kernels' `check_shape` and `check_scale` ask, for tiles of 128x128."""
+    """The conditions of its compatibility check and of its kernels' `check_shape` and `check_scale`, for 128x128 tiles."""
     g = bind("humming", "prepare_layer_config", args, kwargs)
     w, i = g.weight_schema, g.input_schema
     c = NAMES[g.torch_dtype]
@@ -77,8 +77,8 @@ def transform_humming_tensors(*args, **kwargs):
     return {name: t.clone() for name, t in g.tensors.items()}
 
 
-def decoded(c, weight, scale, zero, scale2):
-    """The weight [N, K], float64."""
+def dequantized(c, weight, scale, zero, scale2):
+    """The dequantized weight float64 [N, K]."""
     w, b = c.w, width(c.w.b_dtype)
     codes = bitstream.unpack(weight.view(torch.uint8), b, c.k).long()
     if w.b_dtype in FLOATS:
@@ -110,7 +110,7 @@ def humming_forward(*args, **kwargs):
             "four scales are read at a time"
         )
         a = a * g.input_scale.double().repeat_interleave(c.k // groups, 1)
-    return (a @ decoded(c, g.weight, g.weight_scale, g.zero_point, g.weight_scale_2).T).to(c.dtype)
+    return (a @ dequantized(c, g.weight, g.weight_scale, g.zero_point, g.weight_scale_2).T).to(c.dtype)
 
 
 @contextmanager

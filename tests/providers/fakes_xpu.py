@@ -1,4 +1,4 @@
-"""vllm-xpu-kernels, as its recorded schemas, its checks' messages and the comments of its C++ parameters have it."""
+"""A fake of vllm-xpu-kernels with its recorded schemas, messages of checks, and shapes in comments of its C++ parameters."""
 
 from contextlib import contextmanager
 
@@ -10,27 +10,27 @@ PER_TOKEN = "Int4-Int8 matmul expects quantized input A to be per-token ([b*m,1]
 
 
 def check(ok, message):
-    """A check that the library's strings have."""
+    """A check whose message is among the library's strings."""
     assert message in RECORD["messages"]
     if not ok:
         raise RuntimeError(message)
 
 
 def shaped(operator, parameter, tensor, **sizes):
-    """A matrix of the shape that the parameter's comment says, its sizes by name."""
+    """Check a matrix against the shape in the C++ parameter's comment; sizes by name."""
     said = RECORD["comments"]["parameters"][operator][parameter]
     shape = [eval(part.replace("/", "//"), {}, sizes) for part in said[said.index("[") + 1 : said.index("]")].split(",")]
     assert tensor.dim() == 2 and list(tensor.shape) == shape, f"{parameter} is {said}, got {list(tensor.shape)}"
 
 
-def nibbles(words):
+def nibbles(packed):
     """int32 [R, C] to codes int64 [R, 8 C], the first in the low bits."""
-    assert words.dtype == torch.int32
-    return ((words.long()[..., None] >> (4 * torch.arange(8))) & 15).flatten(1)
+    assert packed.dtype == torch.int32
+    return ((packed.long()[..., None] >> (4 * torch.arange(8))) & 15).flatten(1)
 
 
 def int4_weight(operator, k, b, scale, zero, size):
-    """The weight [N, K] of a transposed view [K / 8, N] of words, float64."""
+    """The dequantized weight float64 [N, K] of packed int32, a transposed view [K / 8, N]."""
     n = b.shape[1]
     check(b.dtype == torch.int32 and b.stride(0) == 1, "Int4 weight must be in NT format!")
     check(scale.is_contiguous(), "B_scale must be contiguous for int4 matmul")
@@ -76,7 +76,7 @@ def fp8_gemm(A, B, out_dtype, A_scale_, B_scale_, bias_):
         assert A_scale_.shape == (m, k // 32) and B_scale_.shape == (k // 32, n)
         a = scaled(A.double(), A_scale_.view(torch.uint8), 32, "e8m0")
         w = scaled(B.t().double(), B_scale_.t().contiguous().view(torch.uint8), 32, "e8m0")
-    elif A_scale_.dim() == 2 and A_scale_.shape[1] > 1:  # what dnnl_matmul_w8a8_fp8 goes by: blocks
+    elif A_scale_.dim() == 2 and A_scale_.shape[1] > 1:  # dnnl_matmul_w8a8_fp8 takes these for block scales
         assert A_scale_.dtype == torch.float32 and A_scale_.shape[1] == B_scale_.shape[0]
         groups, columns = k // B_scale_.shape[0], n // B_scale_.shape[1]
         assert groups == columns == 128 and k % 128 == 0 and n % 128 == 0

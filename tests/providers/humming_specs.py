@@ -1,4 +1,4 @@
-"""Layers that the adapters of humming take: shared by the tests with a stand-in, with the real wheel, and on a GPU."""
+"""Layers that the humming adapters take: shared by the tests with a fake, with the real wheel, and on a GPU."""
 
 import torch
 
@@ -58,21 +58,21 @@ CASES = [
 REFUSED = [
     (HummingLinearKernel, W8A8, "weight-only"),
     (HummingLinearKernel, W4.replace(block=(1, 48)), "power of two"),
-    (HummingLinearKernel, W4.replace(block=(1, 8)), "from 16"),
+    (HummingLinearKernel, W4.replace(block=(1, 8)), "at least 16"),
     (HummingLinearKernel, W4.replace(scale_dtype=torch.float32), "input's dtype"),
     (HummingLinearKernel, W4.replace(act_dtype=torch.float16), "input's dtype"),
     (HummingLinearKernel, W4.replace(weight=types.nf4), "integers of 2 to 8 bits"),
     (HummingLinearKernel, W4.replace(weight=types.uint4, zero="float"), "integers of 2 to 8 bits"),
-    (HummingLinearKernel, W4.replace(ragged=True), "equally long"),
-    (HummingLinearKernel, W4.replace(block_offset=(0, 3)), "equally long"),
+    (HummingLinearKernel, W4.replace(ragged=True), "equal size"),
+    (HummingLinearKernel, W4.replace(block_offset=(0, 3)), "equal size"),
     (HummingLinearKernel, W4.replace(weight=E2M1, block=(1, 32), scale_dtype=E8M0, act_dtype=torch.float16), "bfloat16"),
-    (HummingLinearKernel, W4.replace(scale2_block=(1, 256), scale_dtype=torch.uint8), "one scale of the whole weight"),
-    (HummingInt8ScaledMMLinearKernel, W4, "symmetric int8 inputs"),
-    (HummingInt8ScaledMMLinearKernel, W8A8.replace(act=ActSpec(types.int8, True, "token", 0, False)), "symmetric int8 inputs"),
-    (HummingInt8ScaledMMLinearKernel, W8A8.replace(block=(1, 128)), "one scale a row"),
-    (HummingInt8ScaledMMLinearKernel, W4.replace(act=I8, block=(1, 16)), "from 32"),
+    (HummingLinearKernel, W4.replace(scale2_block=(1, 256), scale_dtype=torch.uint8), "one global scale"),
+    (HummingInt8ScaledMMLinearKernel, W4, "symmetric int8 activations"),
+    (HummingInt8ScaledMMLinearKernel, W8A8.replace(act=ActSpec(types.int8, True, "token", 0, False)), "symmetric int8"),
+    (HummingInt8ScaledMMLinearKernel, W8A8.replace(block=(1, 128)), "one scale per channel"),
+    (HummingInt8ScaledMMLinearKernel, W4.replace(act=I8, block=(1, 16)), "at least 32"),
     (HummingInt8ScaledMMLinearKernel, W8A8.replace(weight=E4M3), "symmetric integers"),
-    (HummingFP8ScaledMMLinearKernel, W8A8, "float8_e4m3fn inputs"),
+    (HummingFP8ScaledMMLinearKernel, W8A8, "float8_e4m3fn activations"),
     (HummingFP8ScaledMMLinearKernel, W8A8.replace(act=F8), "2 to 4 bits"),
     (HummingFP8ScaledMMLinearKernel, W8A8.replace(weight=E4M3, act=F8, block=(1, 128)), "128x128"),
     (HummingFP8ScaledMMLinearKernel, FP8[6].replace(block_offset=(5, 0)), "row and column 0"),

@@ -3,8 +3,8 @@
 python tests/providers/take_signatures.py FOLDER      FOLDER/<wheel's name>/ is what `pip download` and `unzip` give,
                                                       FOLDER/<repository's name>/ what `git clone` gives
 
-Python functions and dataclasses are read with `ast`; operators' schemas and the messages of their checks out of the shared
-library's strings; pybind11's registrations and the comments of C++ parameters out of the source. Nothing is imported or run.
+Python functions and dataclasses are read with `ast`; operators' schemas and the messages of their checks from the shared
+library's strings; pybind11's registrations and the comments of C++ parameters from the source. Nothing is imported or run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent / "signatures"
-# file of the result: (folder of the unpacked wheel, {module file: names}, {library: operators}, parts of messages of checks)
+# output file: (folder of the unpacked wheel, {module file: names}, {library: operators}, substrings of check messages)
 WANTED = {
     "flashinfer": ("flashinfer_python", {
         "flashinfer/gemm/gemm_base.py": ["mm_fp4", "mm_mxfp8", "fp8_blockscale_gemm_sm90"],
@@ -39,9 +39,9 @@ WANTED = {
         ("for int4 matmul", "for fp8 matmul", "NT format", "Int4-Int8 matmul expects"),
     ),
 }  # fmt: skip
-# file of the result: (repository, module with __version__, source, names that pybind11 registers)
+# output file: (repository, module with __version__, source, names that pybind11 registers)
 REGISTERED = {"deep_gemm": ("deepseek-ai/DeepGEMM", "deep_gemm/__init__.py", "csrc/apis/gemm.hpp", ["fp8_gemm_nt"])}
-# file of a result above: (repository, source, C++ functions whose parameters' comments say shapes)
+# an output file above: (repository, source, C++ functions whose parameters' comments state shapes)
 COMMENTED = {
     "vllm_xpu_kernels": (
         "vllm-project/vllm-xpu-kernels", "csrc/xpu/onednn/onednn_matmul.cpp", ["int4_gemm_w4a16", "int4_gemm_w4a8"],
@@ -51,7 +51,7 @@ _PYTHON = {"std::nullopt": "None", "true": "True", "false": "False"}
 
 
 def python_names(file: Path, names: list[str]) -> dict[str, object]:
-    """The signatures of functions, methods and dataclasses, and the values of constants, of a module's text."""
+    """Signatures of functions, methods and dataclasses, and values of constants, from a module's source."""
     found: dict[str, object] = {}
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name in names:
@@ -65,7 +65,7 @@ def python_names(file: Path, names: list[str]) -> dict[str, object]:
 
 
 def schemas(file: Path, names: list[str]) -> dict[str, object]:
-    """Operators' schemas in a library's strings."""
+    """Operator schemas among a library's strings."""
     text = file.read_bytes()
     pattern = rb"(?:%s)\([ -~]*\) -> [ -~]+" % b"|".join(name.encode() for name in names)
     return {m.decode().partition("(")[0]: m.decode() for m in re.findall(pattern, text)}
@@ -78,7 +78,7 @@ def messages(file: Path, parts: tuple[str, ...]) -> set[str]:
 
 
 def registered(source: str, name: str) -> str:
-    """The signature of a function that pybind11 registers, also under another name (`m.attr`)."""
+    """The signature of a function that pybind11 registers, following an alias (`m.attr`)."""
     alias = re.search(rf'm\.attr\("{name}"\) = m\.attr\("(\w+)"\)', source)
     name = alias[1] if alias else name
     text = re.search(rf'm\.def\("{name}", &\w+,(.*?)\);', source, re.S)
@@ -88,14 +88,14 @@ def registered(source: str, name: str) -> str:
 
 
 def comments(source: str, name: str) -> dict[str, str]:
-    """What the comments behind a C++ function's parameters say."""
+    """The comments behind a C++ function's parameters, by parameter."""
     text = re.search(rf"^torch::Tensor {name}\((.*?)\) \{{", source, re.S | re.M)
     assert text is not None, f"{name} is not defined"
     return dict(re.findall(r"(\w+),\s*// (.+)", text[1]))
 
 
 def of_repository(folder: Path, repository: str, file: str) -> tuple[dict[str, str], str]:
-    """Where a text is from, and the text."""
+    """The provenance of a file, and its text."""
     root = folder / repository.partition("/")[2]
     commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     return {"repository": f"github.com/{repository}", "commit": commit, "file": file}, (root / file).read_text(encoding="utf-8")
@@ -106,7 +106,7 @@ def write(package: str, record: dict[str, object]) -> None:
 
 
 def main(folder: Path) -> None:
-    """Every file."""
+    """Write every record."""
     for package, (wheel, modules, libraries, checks) in WANTED.items():
         root = folder / wheel
         info = next(root.glob("*.dist-info"))

@@ -1,4 +1,4 @@
-"""Adapters of packages that run on this machine's CPU, each in a process that has the package on its path."""
+"""Adapters of packages that run on this machine's CPU, each in a process with the package on its path."""
 
 import os
 import subprocess
@@ -23,18 +23,18 @@ def run(script, package, **env):
 def test_zentorch():
     if not torch.__version__.startswith("2.13."):
         pytest.skip("zentorch 2.13.0.1 is for torch 2.13")
-    done = run("inside_zentorch.py", "zentorch")
+    done = run("real_zentorch.py", "zentorch")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "passed" in done.stdout
 
 
 def test_ark():
-    done = run("inside_ark.py", "auto_round_kernel")
+    done = run("real_ark.py", "auto_round_kernel")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "passed" in done.stdout
 
 
-def test_a_zentorch_whose_cache_is_on_is_refused():
+def test_zentorch_with_its_weight_cache_on_is_refused():
     code = "import zentorch; from bitline.kernels.providers import zentorch as z; z._ops()"
     done = run(code, "zentorch", ZENDNNL_CACHE_OFF="0")
     assert done.returncode == 1 and "keeps weights by address" in done.stderr

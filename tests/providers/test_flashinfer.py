@@ -1,4 +1,4 @@
-"""The adapters of FlashInfer against its recorded signatures; see fakes.py."""
+"""The FlashInfer adapters against its recorded signatures; see fakes.py."""
 
 import fakes
 import pytest
@@ -21,8 +21,8 @@ MX8 = MX4.replace(weight=E4M3, act=ActSpec(E4M3, True, "group", 32, scale="e8m0"
 def shaped(spec, *shapes):
     specs = []
     for n, k in shapes:
-        cut = spec.replace(n=n, k=k, scale2_block=(n, k) if spec.scale2_block else None)
-        specs += [cut, cut.replace(bias=True), cut.replace(act_dtype=torch.float16)]
+        sized = spec.replace(n=n, k=k, scale2_block=(n, k) if spec.scale2_block else None)
+        specs += [sized, sized.replace(bias=True), sized.replace(act_dtype=torch.float16)]
     return specs + ([specs[0].replace(scale2_block=None)] if spec.scale2_block else [])
 
 
@@ -37,33 +37,33 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "place", "specs"), CASES, ids=lambda c: getattr(c, "__name__", ""))
-def test_computes_what_the_spec_says(kernel, place, specs):
+@pytest.mark.parametrize(("kernel", "platform", "specs"), CASES, ids=lambda c: getattr(c, "__name__", ""))
+def test_computes_what_the_spec_says(kernel, platform, specs):
     with fakes.flashinfer():
-        report = check_kernel(kernel, specs, place)
+        report = check_kernel(kernel, specs, platform)
     refused = [s for s in specs if s.act_dtype not in kernel.act_dtypes]
     assert len(report.passed) == len(specs) - len(refused) > 0, report.refused
 
 
-@pytest.mark.parametrize("micro", [microscaled.NVFP4, microscaled.MXFP4, microscaled.MXFP8], ids=lambda m: m.family)
-def test_the_input_is_quantized_as_defined(micro):
+@pytest.mark.parametrize("fmt", [microscaled.NVFP4, microscaled.MXFP4, microscaled.MXFP8], ids=lambda m: m.family)
+def test_the_input_is_quantized_as_defined(fmt):
     torch.manual_seed(3)
     x = (torch.randn(9, 128) * torch.logspace(-4, 3, 9)[:, None]).bfloat16()
     x[4] = 0
-    act = ActSpec(types.SCALAR_TYPES[micro.weight], True, "group", micro.columns, scale=micro.rule)
-    top = torch.tensor([7.5]) if micro.rule == "e4m3" else None
-    codes, scales = microscaled.quantize_micro(x, micro, top)
-    values = fakes.e2m1(codes) if micro.per_byte == 2 else codes.double()
-    read = fakes.scaled(values, scales, micro.columns, micro.rule) / (1.0 if top is None else top.double())
-    assert torch.allclose(read, fake_quantize(x, act, top).double(), rtol=1e-6, atol=0)
+    act = ActSpec(types.SCALAR_TYPES[fmt.weight], True, "group", fmt.sf_vec_size, scale=fmt.act_scale)
+    global_scale = torch.tensor([7.5]) if fmt.act_scale == "e4m3" else None
+    codes, scales = microscaled.quantize_microscaled(x, fmt, global_scale)
+    values = fakes.e2m1(codes) if fmt.codes_per_byte == 2 else codes.double()
+    read = fakes.scaled(values, scales, fmt.sf_vec_size, fmt.act_scale) / (1.0 if global_scale is None else global_scale.double())
+    assert torch.allclose(read, fake_quantize(x, act, global_scale).double(), rtol=1e-6, atol=0)
 
 
-def test_refusals_say_what_would_do():
-    small = flashinfer.FlashInferCutlassMxfp8LinearKernel
+def test_refusals_name_the_fix():
+    kernel = flashinfer.FlashInferCutlassMxfp8LinearKernel
     for n, k in ((127, 256), (256, 96), (256, 144)):
-        assert "128" in small.can_implement(MX8.replace(n=n, k=k)).fix
-    missing = small.is_supported(Platform.parse("cuda:sm100"))
+        assert "128" in kernel.can_implement(MX8.replace(n=n, k=k)).fix
+    missing = kernel.is_supported(Platform.parse("cuda:sm100"))
     assert not missing and "pip install flashinfer-python" in missing.fix
-    assert "sm90" in small.is_supported(Platform.parse("cuda:sm90,flashinfer")).reason
+    assert "sm90" in kernel.is_supported(Platform.parse("cuda:sm90,flashinfer")).reason
     for spec in (NV.replace(act=None), NV.replace(block_offset=(0, 3)), MX4, NV.replace(act=ActSpec(E2M1, True, "group", 16))):
         assert not flashinfer.FlashInferCutlassNvFp4LinearKernel.can_implement(spec)

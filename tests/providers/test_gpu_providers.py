@@ -1,4 +1,4 @@
-"""The adapters of AITER, FBGEMM and DeepGEMM against their recorded signatures; see fakes.py."""
+"""The AITER, FBGEMM and DeepGEMM adapters against their recorded signatures; see fakes.py."""
 
 import fakes
 import pytest
@@ -32,21 +32,21 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def forget():
-    for cached in (aiter._product, fbgemm._ops, deep_gemm._deep_gemm):
+def clear_caches():
+    for cached in (aiter._gemm_a8w8, fbgemm._ops, deep_gemm._deep_gemm):
         cached.cache_clear()
 
 
-@pytest.mark.parametrize(("kernel", "package", "place", "specs"), CASES, ids=lambda c: getattr(c, "__name__", ""))
-def test_computes_what_the_spec_says(kernel, package, place, specs):
+@pytest.mark.parametrize(("kernel", "package", "platform", "specs"), CASES, ids=lambda c: getattr(c, "__name__", ""))
+def test_computes_what_the_spec_says(kernel, package, platform, specs):
     with package():
-        assert len(check_kernel(kernel, specs, place).passed) == len(specs)
-    bare = Platform.parse(place.partition(",")[0])
+        assert len(check_kernel(kernel, specs, platform).passed) == len(specs)
+    bare = Platform.parse(platform.partition(",")[0])
     assert "pip install" in kernel.is_supported(bare).fix
 
 
-def test_one_weight_two_kernels(monkeypatch):
-    """Rows decide: below 32 FlashInfer, from 32 DeepGEMM; both from one packed weight."""
+def test_dispatch_on_m(monkeypatch):
+    """FlashInfer for M < 32, DeepGEMM from M = 32 on; both read one packed weight."""
     kernel, calls = deep_gemm.FlashInferFp8DeepGEMMDynamicBlockScaledKernel, []
     large = deep_gemm.DeepGemmFp8BlockScaledMMKernel.apply
     monkeypatch.setattr(deep_gemm, "installed_packages", lambda: {"deep_gemm": "2"})
@@ -69,8 +69,8 @@ def test_a_package_of_the_same_name_is_refused():
         deep_gemm.DeepGemmFp8BlockScaledMMKernel.pack(random_weight(F8, 1))
 
 
-def test_fbgemm_goes_by_two_names():
-    """MSLK where it is there, else FBGEMM's former package; a refusal names both, and PyPI's empty `mslk` as none."""
+def test_fbgemm_under_both_package_names():
+    """MSLK where it is installed, else FBGEMM's former package; a refusal names both, and that PyPI's `mslk` is a placeholder."""
     kernel = fbgemm.FbgemmNvFp4LinearKernel
     assert all(kernel.is_supported(Platform.parse(f"cuda:sm100,{name}")) for name in ("mslk", "fbgemm_gpu"))
     missing = kernel.is_supported(Platform.parse("cuda:sm100"))

@@ -1,4 +1,4 @@
-"""The adapters of humming against its recorded signatures (fakes_humming.py), and against the real wheel's own checks."""
+"""The humming adapters against its recorded signatures (fakes_humming.py), and against the real wheel's own checks."""
 
 import fakes_humming
 import pytest
@@ -17,10 +17,10 @@ from bitline.testing.generators import random_weight
 
 
 @pytest.fixture(autouse=True)
-def forget():
-    humming._config.cache_clear()
+def clear_caches():
+    humming._layer_config.cache_clear()
     yield
-    humming._config.cache_clear()
+    humming._layer_config.cache_clear()
 
 
 @pytest.mark.parametrize(("kernel", "place", "specs"), CASES, ids=lambda c: getattr(c, "__name__", ""))
@@ -35,12 +35,12 @@ def test_refusals_are_refusals_before_packing(kernel, spec, part):
     assert not verdict and part in f"{verdict.reason}; {verdict.fix}"
 
 
-def test_where_it_runs_and_where_it_is_chosen():
+def test_platforms_and_choices():
     assert "pip install humming-kernels" in HummingLinearKernel.is_supported(Platform.parse("cuda:sm90")).fix
     assert "sm89" in humming.HummingFP8ScaledMMLinearKernel.is_supported(Platform.parse("cuda:sm80,humming")).reason
     for spec, place, best in (
         (W4, "cuda:sm90,humming", "GluonHopperLinearKernel"),  # measured: 3.8 and 8.6 us at 4096x4096
-        (W4.replace(weight=bitline.types.uint3b4), "cuda:sm90,humming", "TritonW4A16LinearKernel"),  # humming's sums vary
+        (W4.replace(weight=bitline.types.uint3b4), "cuda:sm90,humming", "TritonW4A16LinearKernel"),  # humming is nondeterministic
         (W4.replace(act=W8A8.act), "cuda:sm90,humming", "TritonFakeQuantLinearKernel"),  # 7.3 us there; humming's W8A8 14.9
         (W4.replace(act=W8A8.act), "cuda:sm89,humming", "HummingInt8ScaledMMLinearKernel"),
         (W4, "rocm:gfx942,humming", "TritonW4A16LinearKernel"),
@@ -51,21 +51,21 @@ def test_where_it_runs_and_where_it_is_chosen():
     assert "not deterministic" in refused["HummingLinearKernel"].reason
 
 
-def test_codes_of_nan_are_an_error():
+def test_nan_codes_are_an_error():
     weight = random_weight(W4.replace(weight=bitline.types.float8_e4m3fn), 1)
     weight.codes[3, 5] = 0x7F
     with fakes_humming.humming(), pytest.raises(InputError, match="codes of NaN"):
         HummingLinearKernel.pack(weight)
 
 
-def test_locks_are_the_layers_own():
+def test_each_layer_has_its_own_locks():
     """Calls on two streams must not share them."""
     with fakes_humming.humming():
         packed = HummingInt8ScaledMMLinearKernel.pack(random_weight(W8A8, 1))
     assert packed["locks"].shape == (2048,) and packed["locks"].dtype == torch.int32
 
 
-def test_the_wheel_has_kernels_for_what_is_taken():
-    done = run("inside_humming.py", "humming")
+def test_the_wheel_has_tiles_for_every_accepted_layer():
+    done = run("real_humming.py", "humming")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "passed" in done.stdout

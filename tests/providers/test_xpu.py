@@ -1,4 +1,4 @@
-"""The adapters of vllm-xpu-kernels against its recorded schemas, checks and layouts; see fakes_xpu.py."""
+"""The vllm-xpu-kernels adapters against its recorded schemas, checks and layouts; see fakes_xpu.py."""
 
 import fakes_xpu
 import pytest
@@ -14,7 +14,7 @@ from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, random_weight
 from bitline.types import ActSpec, LinearSpec
 
-PLACE = Platform.parse("xpu:vllm_xpu_kernels")
+PLATFORM = Platform.parse("xpu:vllm_xpu_kernels")
 W4 = LinearSpec(64, 256, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
 HALF = {"act_dtype": torch.float16, "scale_dtype": torch.float16}
 W4S = [
@@ -47,7 +47,7 @@ F8S = [
 )
 def test_computes_what_the_spec_says(kernel, specs):
     with fakes_xpu.xpu():
-        assert len(check_kernel(kernel, specs, PLACE).passed) == len(specs)
+        assert len(check_kernel(kernel, specs, PLATFORM).passed) == len(specs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -71,8 +71,8 @@ def test_w4a8_is_right_to_half_precision(dtype, weight, k, group, caplog):
 
 def test_w4a8_runs_only_where_it_is_asked_for():
     spec = W4.replace(act=ActSpec(types.int8))
-    assert bitline.choose(spec, PLACE, Policy()).best.name != "XPUW4A8IntLinearKernel"
-    assert bitline.choose(spec, PLACE, Policy(kernel="XPUW4A8IntLinearKernel")).best.name == "XPUW4A8IntLinearKernel"
+    assert bitline.choose(spec, PLATFORM, Policy()).best.name != "XPUW4A8IntLinearKernel"
+    assert bitline.choose(spec, PLATFORM, Policy(kernel="XPUW4A8IntLinearKernel")).best.name == "XPUW4A8IntLinearKernel"
     assert "pip install vllm-xpu-kernels" in xpu.XPUW4A8IntLinearKernel.is_supported(Platform.parse("xpu")).fix
     for bad in (spec.replace(n=71), spec.replace(k=100, block=(1, 100)), spec.replace(act_order=True), W4,
                 spec.replace(weight=types.uint4, zero="int"), spec.replace(k=96, block=(1, 48))):  # fmt: skip
@@ -81,22 +81,22 @@ def test_w4a8_runs_only_where_it_is_asked_for():
         assert not xpu.XPUwNa16LinearKernel.can_implement(bad)
 
 
-def test_w4a8_says_where_a_scale_does_not_fit_its_float16():
+def test_w4a8_reports_a_scale_that_overflows_float16():
     data = random_weight(W4.replace(act=ActSpec(types.int8)), 5)
     data.scale[3, 1] = 1e6
     with fakes_xpu.xpu(), pytest.raises(InputError, match="too large for this kernel's float16"):
         xpu.XPUW4A8IntLinearKernel.pack(data)
 
 
-def test_the_operators_refuse_other_layouts():
-    """Each layout that a record says is really asked for: the adapter's call passes, the call changed in one thing does not."""
+def test_the_fakes_refuse_other_layouts():
+    """Each recorded layout is enforced: the adapter's call passes, and a call with one change fails."""
     with fakes_xpu.xpu():
         data, x = random_weight(W4, 1), inputs(2, W4)
-        words, scale, zero, _ = xpu.XPUwNa16LinearKernel.pack(data).values()
-        call = lambda b=words.t(), s=scale, z=zero: torch.ops._xpu_C.int4_gemm_w4a16(x, b, None, s, z, 128, None)
+        codes_int4, scale, zero, _ = xpu.XPUwNa16LinearKernel.pack(data).values()
+        call = lambda b=codes_int4.t(), s=scale, z=zero: torch.ops._xpu_C.int4_gemm_w4a16(x, b, None, s, z, 128, None)
         assert call().shape == (2, 64)
         with pytest.raises(RuntimeError, match="NT format"):
-            call(words.t().contiguous())
+            call(codes_int4.t().contiguous())
         with pytest.raises(RuntimeError, match="B_scale must be contiguous"):
             call(s=scale.t().contiguous().t())
         for bad in ({"s": scale.t().contiguous()}, {"z": zero.int()}, {"s": scale.float()}):
@@ -104,7 +104,7 @@ def test_the_operators_refuse_other_layouts():
                 call(**bad)
         codes, token = torch.zeros(2, 256, dtype=torch.int8), torch.ones(2, 1).half()
         w4a8 = lambda a=token, s=scale.half(): torch.ops._xpu_C.int4_gemm_w4a8(
-            codes, a, torch.zeros(2, 1).int(), words.t(), s, zero, 128, None, None
+            codes, a, torch.zeros(2, 1).int(), codes_int4.t(), s, zero, 128, None, None
         )
         assert w4a8().dtype == torch.float16
         with pytest.raises(RuntimeError, match="per-token"):
@@ -119,4 +119,4 @@ def test_fp8_blocks_that_the_operator_would_misread_are_refused():
                 F8.replace(block=(1, 64)), F8B.replace(block_offset=(5, 0)), MX8):  # fmt: skip
         assert not kernel.can_implement(bad) and kernel.can_implement(bad).fix
     for spec in (F8, F8B.replace(n=4096, k=4096)):
-        assert bitline.choose(spec, PLACE, Policy()).best.name == "XPUFP8ScaledMMLinearKernel"
+        assert bitline.choose(spec, PLATFORM, Policy()).best.name == "XPUFP8ScaledMMLinearKernel"

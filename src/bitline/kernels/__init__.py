@@ -1,1 +1,1 @@
-"""Kernels: one class in one file each. `base.py` holds the protocol, `registry.py` the list of built-in ones."""
+"""Kernels by provider: `base.py` holds the protocol that each class implements, `registry.py` the list of all kernels."""

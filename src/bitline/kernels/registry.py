@@ -1,4 +1,4 @@
-"""The list of kernels: the built-in ones, those registered at run time, and those of installed plug-ins."""
+"""The kernel registry: built-in kernels, those registered at run time, and those of installed plug-ins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bitline.kernels.base import Kernel
 
 log = logging.getLogger("bitline")
 
-# module -> kernel classes in it. A module is imported when the list is first asked for; it imports no provider package.
+# module -> its kernel classes. Modules are imported when the registry is first read; none imports a provider's package.
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.reference": ("ReferenceLinearKernel", "BatchInvariantLinearKernel"),
     "bitline.kernels.emulation": (
@@ -80,7 +80,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel as registered: its class, the platforms it is offered on, its tie-breaking priority and its source."""
+    """A registered kernel: its class, the platforms it is offered on, its priority among equal costs, and where it comes from."""
 
     kernel: type[Kernel]
     platforms: tuple[str, ...]
@@ -93,20 +93,21 @@ class Entry:
         return self.kernel.__name__
 
 
-_entries: dict[str, Entry] = {}  # replaced and never changed, so that a reader needs no lock
+_entries: dict[str, Entry] = {}  # copied on write, so that readers need no lock
 _loaded = _loading = False
 _lock = threading.RLock()
 plugin_failures: dict[str, str] = {}
-on_change: list[Callable[[], None]] = []  # called when a name may come to mean another kernel
+on_change: list[Callable[[], None]] = []  # called when a name is removed or rebound to another kernel
 
 
 def register_kernel(
     kernel: type[Kernel], platform: str | None = None, priority: int | None = None, *, replace: bool = False
 ) -> type[Kernel]:
-    """Offer a kernel to `choose`.
+    """Register a kernel class, so that `choose` ranks it.
 
-    platform: "cpu", "cuda", "rocm" or "xpu" to offer it there alone, None for all that the class names.
-    priority: breaks ties of cost, larger first. Raises NoKernelError for a taken name unless `replace`.
+    platform: "cpu", "cuda", "rocm" or "xpu" to offer it there alone; None: on all platforms that the class names.
+    priority: breaks ties of cost, larger first; None: the class's own. Returns the class.
+    Raises NoKernelError for what is no Kernel class, an unknown platform, and a name that is taken unless `replace`.
     """
     if not (isinstance(kernel, type) and issubclass(kernel, Kernel)):
         raise NoKernelError("only subclasses of bitline.Kernel are kernels", found=repr(kernel))
@@ -133,7 +134,7 @@ def _add(
 
 
 def unregister_kernel(name: str) -> None:
-    """Take a kernel out of the list; an unknown name is a NoKernelError."""
+    """Remove a kernel from the registry. Raises NoKernelError for an unknown name."""
     global _entries
     with _lock:
         if name not in _entries:
@@ -143,21 +144,21 @@ def unregister_kernel(name: str) -> None:
 
 
 def _changed() -> None:
-    for forget in on_change:
-        forget()
+    for callback in on_change:
+        callback()
 
 
 def load() -> None:
     """Import the built-in kernels and the plug-ins of the entry point group "bitline.kernels", once.
 
-    A plug-in is a Kernel class, or a function that calls `register_kernel`. One that fails to load is reported by its
-    name in the log and by `bitline doctor`; it takes nothing else down.
+    A plug-in is a Kernel class, or a function that calls `register_kernel`. One that fails to load is reported in the log and by
+    `bitline doctor`, and affects no other kernel.
     """
     global _loaded, _loading
     if _loaded:
         return
     with _lock:
-        if _loaded or _loading:  # _loading: a plug-in registers from within this very call
+        if _loaded or _loading:  # _loading: a plug-in calls register_kernel while it is loaded
             return
         _loading = True
         try:
@@ -182,7 +183,7 @@ def _load_all() -> None:
                 raise TypeError(f"{plugin!r} is neither a Kernel class nor a function that registers some")
             else:
                 plugin()
-        except (Exception, SystemExit) as error:  # a stranger's code: whatever it raises is its own report
+        except (Exception, SystemExit) as error:  # third-party code may raise anything
             plugin_failures[point.name] = f"{type(error).__name__}: {error}"
             log.warning("kernel plug-in %s (%s) failed to load: %s", point.name, point.value, plugin_failures[point.name])
 
@@ -194,7 +195,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def kernel_by_name(name: str) -> type[Kernel]:
-    """The class of a registered kernel; an unknown name is a NoKernelError that says the nearest ones."""
+    """The class of a registered kernel. Raises NoKernelError, with the closest names, for an unknown one."""
     load()
     if name not in _entries:
         raise unknown_kernels([name], _entries)
@@ -202,7 +203,7 @@ def kernel_by_name(name: str) -> type[Kernel]:
 
 
 def unknown_kernels(names: Iterable[str], known: Iterable[str]) -> NoKernelError:
-    """The error of names that no kernel has; it says the nearest of those that are known."""
+    """The error for names that are not registered, with the closest of the known ones."""
     found, known = sorted(names), list(known)
     near = dict.fromkeys(n for name in found for n in difflib.get_close_matches(name, known, n=3, cutoff=0.0))
     return NoKernelError("not registered as a kernel", found=", ".join(found), expected=f"{', '.join(near)}, ...",

@@ -1,4 +1,4 @@
-"""TritonFakeQuantLinearKernel: schemes that quantize their input, on GPUs without units for the codes; weights stay packed."""
+"""TritonFakeQuantLinearKernel: activation quantization emulated on GPUs without the matrix instructions, over packed weights."""
 
 from __future__ import annotations
 
@@ -20,91 +20,102 @@ from bitline.platform import Platform
 from bitline.types import ActSpec, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
-_LONGEST = 1 << 16  # columns of a row that one program holds
+_MAX_GROUP = 1 << 16  # columns of a row that one program holds
 
 
-class Rounding(NamedTuple):
-    """A scheme in the device code's words.
+class FakeQuantConfig(NamedTuple):
+    """An activation scheme as the device code is compiled for it.
 
-    static: its scale is given. asymmetric: integers with a zero point. power, fine: scales are powers of two, or E4M3, under a
-    given one where `scaled`. range: what a group's largest magnitude, or its extent, is divided by. low, high: the smallest and
-    largest code's value. digits: the exponent of a number just above `high`. mantissa, lowest: of a minifloat.
+    static: the scale is given. asymmetric: integers with a zero point. integer: codes are integers, else minifloats.
+    e8m0_scale, e4m3_scale: the kind of block scale. global_scale: E4M3 scales are under a global one. divisor: what amax, or
+    max - min, is divided by to give the scale. qmin, qmax: the smallest and largest code's value. max_exponent: of the smallest
+    power of two above qmax. mantissa_bits, min_exponent: of the minifloat.
     """
 
     static: bool
     asymmetric: bool
     integer: bool
-    power: bool
-    fine: bool
-    scaled: bool
-    range: float
-    low: float
-    high: float
-    digits: int
-    mantissa: int
-    lowest: int
+    e8m0_scale: bool
+    e4m3_scale: bool
+    global_scale: bool
+    divisor: float
+    qmin: float
+    qmax: float
+    max_exponent: int
+    mantissa_bits: int
+    min_exponent: int
 
 
 @functools.lru_cache(maxsize=256)
-def rounding(act: ActSpec, scaled: bool, point: bool) -> Rounding | None:
-    """How the device code computes a scheme; None where it does not. scaled, point: what comes with the weight."""
+def fake_quant_config(act: ActSpec, has_scale: bool, has_zero: bool) -> FakeQuantConfig | None:
+    """The device code's config of a scheme; None where it has no code for it. has_scale, has_zero: what comes with the weight."""
     kind, integer = act.dtype, act.dtype.kind == "int"
     if act.scale == "e5m3" or (integer and act.scale != "float") or (act.dynamic and act.granularity == "tensor"):
         return None
     half = float(1 << (kind.bits - 1))
-    low, high = (-half, half - 1) if integer else (-kind.max(), kind.max())
-    extent = (high - low) / (2 if act.symmetric else 1) if integer else high
-    return Rounding(
-        not act.dynamic, integer and not act.symmetric and (act.dynamic or point), integer, act.scale == "e8m0",
-        act.scale == "e4m3", scaled, extent, low, high, math.frexp(high)[1], kind.mantissa,
-        0 if integer else 2 - (1 << (kind.exponent - 1)),
-    )  # fmt: skip
+    qmin, qmax = (-half, half - 1) if integer else (-kind.max(), kind.max())
+    return FakeQuantConfig(
+        static=not act.dynamic,
+        asymmetric=integer and not act.symmetric and (act.dynamic or has_zero),
+        integer=integer,
+        e8m0_scale=act.scale == "e8m0",
+        e4m3_scale=act.scale == "e4m3",
+        global_scale=has_scale,
+        divisor=(qmax - qmin) / (2 if act.symmetric else 1) if integer else qmax,
+        qmin=qmin,
+        qmax=qmax,
+        max_exponent=math.frexp(qmax)[1],
+        mantissa_bits=kind.mantissa,
+        min_exponent=0 if integer else 2 - (1 << (kind.exponent - 1)),
+    )
 
 
-def _columns(act: ActSpec, k: int) -> int:
-    """Columns that the device code works on at a time, 0 where it cannot."""
+def _group_columns(act: ActSpec, k: int) -> int:
+    """Columns per group of the device code, a power of two; 0 where it cannot run."""
     if not act.dynamic:
         return 1024
-    width = act.group_size if act.granularity == "group" else 1 << (k - 1).bit_length()
-    return 0 if width & (width - 1) or width > _LONGEST else width
+    columns = act.group_size if act.granularity == "group" else 1 << (k - 1).bit_length()
+    return 0 if columns & (columns - 1) or columns > _MAX_GROUP else columns
 
 
-def read_back(x: Tensor, act: ActSpec, scale: Tensor, zero: Tensor) -> Tensor:
-    """x [M, K] quantized and read back, in its dtype: `activations.fake_quantize`. scale, zero: empty where there are none."""
-    (m, k), width = x.shape, _columns(act, x.shape[1])
-    how = rounding(act, scale.numel() > 0, zero.numel() > 0)
-    if how is None or not width:
+def fake_quantize_fused(x: Tensor, act: ActSpec, scale: Tensor, zero: Tensor) -> Tensor:
+    """`act_quant.fake_quantize` of x [M, K] in x's dtype, in one launch where the device code has the scheme.
+
+    scale, zero: of a static scheme, or the global scale; empty where there are none.
+    """
+    (m, k), group = x.shape, _group_columns(act, x.shape[1])
+    config = fake_quant_config(act, scale.numel() > 0, zero.numel() > 0)
+    if config is None or not group:
         given = [t if t.numel() else None for t in (scale, zero)]
         return fake_quantize(x, act, *given).to(x.dtype)
-    # The interpreter's own rounding to bfloat16 is not to nearest; torch's is.
+    # The interpreter does not round bfloat16 to nearest, torch does.
     out = torch.empty(m, k, dtype=torch.float32 if interpreted() else x.dtype, device=x.device)
-    tile = max(1, 2048 // width)
-    _device().fake_quantize_kernel[(m, -(-k // (width * tile)))](
-        x, out, scale, zero, k, act.limit or math.inf, R=how, TINY=torch.finfo(torch.float32).eps, GROUP=width, TILE=tile,
-        num_warps=max(4, min(16, width // 1024)),
+    groups_per_program = max(1, 2048 // group)
+    _device_code().fake_quantize_kernel[(m, -(-k // (group * groups_per_program)))](
+        x, out, scale, zero, k, act.limit or math.inf, CONFIG=config, MIN_SCALE=torch.finfo(torch.float32).eps, GROUP_SIZE=group,
+        GROUPS_PER_PROGRAM=groups_per_program, num_warps=max(4, min(16, group // 1024)),
     )  # fmt: skip
     return out.to(x.dtype)
 
 
 @functools.cache
-def _device() -> Any:
+def _device_code() -> Any:
     from bitline.kernels.triton.device import fake_quant
 
     return fake_quant
 
 
 @functools.lru_cache(maxsize=4096)
-def _plain(spec: LinearSpec) -> LinearSpec:
-    """The layer as if its input were not quantized; the same object at each call."""
+def _weight_only_spec(spec: LinearSpec) -> LinearSpec:
+    """The layer without activation quantization; cached, since launch plans are keyed by the spec's identity."""
     return spec.replace(act=None)
 
 
 class TritonFakeQuantLinearKernel(Kernel):
-    """Stands in for units of 4 and 8 bits: in one launch, the input is rounded as the scheme asks and read back in its own dtype;
-    the product is a weight-only one.
+    """W8A8, W4A8, FP8, MX and NVFP4 schemes without the matrix instructions: fake-quantized activations, then a weight-only GEMM.
 
-    What the reference computes, but no weight is dequantized in memory. A dynamic scale of the whole input, and groups that are
-    no power of two, take torch's operators.
+    Same result as the reference, but weights stay packed. Dynamic per-tensor activation scales, and groups that are no power of
+    two, are quantized by torch's operators.
     """
 
     platforms = ("cuda", "rocm", "xpu", "cpu")
@@ -120,17 +131,17 @@ class TritonFakeQuantLinearKernel(Kernel):
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """Every input scheme; weights that a portable weight-only kernel takes."""
+        """Every activation scheme, with weights that a portable weight-only kernel takes."""
         if spec.act is None:
-            return no("the input stays as it is", "a weight-only kernel, such as TritonW4A16LinearKernel")
-        return weight_only.takes(_plain(spec))
+            return no("the scheme does not quantize activations", "a weight-only kernel, such as TritonW4A16LinearKernel")
+        return weight_only.can_implement(_weight_only_spec(spec))
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """As the weight-only kernel on the weight's device, then the input's static scale and zero point or empty tensors."""
-        plain, absent = _plain(weight.spec), torch.empty(0, device=weight.device)
-        under = weight_only.here(plain, weight.device)
-        packed = under.pack(replace(weight, spec=plain, input_scale=None, input_zero=None))
+        """The weight-only kernel's tensors, then input_scale float32 [1] and input_zero int32 [1], or empty."""
+        spec, absent = _weight_only_spec(weight.spec), torch.empty(0, device=weight.device)
+        kernel = weight_only.kernel_for_device(spec, weight.device)
+        packed = kernel.pack(replace(weight, spec=spec, input_scale=None, input_zero=None))
         return {
             **packed,
             "input_scale": absent if weight.input_scale is None else weight.input_scale.float().reshape(1),
@@ -144,18 +155,20 @@ class TritonFakeQuantLinearKernel(Kernel):
             return x.new_empty(0, spec.n)
         assert spec.act is not None
         *weight, scale, zero = packed
-        plain = _plain(spec)
-        return weight_only.here(plain, x.device).apply(read_back(x, spec.act, scale, zero), weight, bias, plain)
+        weight_spec = _weight_only_spec(spec)
+        kernel = weight_only.kernel_for_device(weight_spec, x.device)
+        return kernel.apply(fake_quantize_fused(x, spec.act, scale, zero), weight, bias, weight_spec)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """A pass over x and a launch, or 20 of both with torch's operators, before the weight-only product."""
-        fused = spec.act is None or (rounding(spec.act, True, True) is not None and _columns(spec.act, spec.k))
-        one = 2 * m * spec.k * spec.act_dtype.itemsize / platform.rates.bandwidth + platform.rates.launch
-        plain = _plain(spec)
-        return (1 if fused else 20) * one + weight_only.on(plain, platform).cost(plain, platform, m)
+        """A pass over x and a launch, or 20 of both with torch's operators, and the weight-only GEMM."""
+        fused = spec.act is None or (fake_quant_config(spec.act, True, True) is not None and _group_columns(spec.act, spec.k))
+        one_pass = 2 * m * spec.k * spec.act_dtype.itemsize / platform.rates.bandwidth + platform.rates.launch
+        weight_spec = _weight_only_spec(spec)
+        gemm = weight_only.kernel_for_platform(weight_spec, platform).cost(weight_spec, platform, m)
+        return (1 if fused else 20) * one_pass + gemm
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
-        """Of the portable kernel; Hopper's differs by its padding."""
-        return TritonMinifloatLinearKernel.packed_bytes(_plain(spec)) + 8
+        """Of the portable kernel; the Hopper kernel's differs by padding."""
+        return TritonMinifloatLinearKernel.packed_bytes(_weight_only_spec(spec)) + 8

@@ -1,4 +1,4 @@
-"""Which of Bitline's own GPU kernels multiplies a packed weight with inputs of 16 and 32 bits."""
+"""Which of Bitline's own GPU kernels runs a weight-only GEMM: W4A16 and the like, with 16- or 32-bit activations."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
 from bitline.platform import Platform
 from bitline.types import LinearSpec, Verdict
 
-_PORTABLE = (TritonW4A16LinearKernel, TritonMinifloatLinearKernel)
+
+def portable_kernel(spec: LinearSpec) -> type[Kernel]:
+    """The portable Triton kernel for the spec's weight type."""
+    return TritonMinifloatLinearKernel if spec.weight.kind == "float" else TritonW4A16LinearKernel
 
 
-def takes(spec: LinearSpec) -> Verdict:
-    """Does a portable one take the layer; a refusal is that of the one for such weights."""
-    return _PORTABLE[spec.weight.kind == "float"].can_implement(spec)
+def can_implement(spec: LinearSpec) -> Verdict:
+    """The verdict of the portable kernel for such weights."""
+    return portable_kernel(spec).can_implement(spec)
 
 
-def on(spec: LinearSpec, platform: Platform) -> type[Kernel]:
-    """Hopper's where it runs and takes the layer, else the portable one for such weights."""
+def kernel_for_platform(spec: LinearSpec, platform: Platform) -> type[Kernel]:
+    """The Hopper kernel where it runs and takes the layer, else the portable one."""
     hopper = GluonHopperLinearKernel
     fits = hopper.is_supported(platform) and spec.act_dtype in hopper.act_dtypes and hopper.can_implement(spec)
-    return hopper if fits else _PORTABLE[spec.weight.kind == "float"]
+    return hopper if fits else portable_kernel(spec)
 
 
 @functools.lru_cache(maxsize=4096)
-def here(spec: LinearSpec, device: torch.device) -> type[Kernel]:
-    """The same for a device of this machine."""
-    return on(spec, Platform.detect(device))
+def kernel_for_device(spec: LinearSpec, device: torch.device) -> type[Kernel]:
+    """`kernel_for_platform` for a device of this machine."""
+    return kernel_for_platform(spec, Platform.detect(device))

@@ -1,1 +1,1 @@
-"""Kernels under names that vLLM's users know and whose own code is in no package: they run torch's operators or Bitline's."""
+"""Kernels under names that vLLM's users know but whose code no package ships: they run torch's operators or Bitline's kernels."""

@@ -1,4 +1,4 @@
-"""The layers that the field knows under CUTLASS's name, whose kernels are in no package of their own: torch's do the job."""
+"""vLLM's CUTLASS kernels by name. vLLM ships their code with itself; here `torch._int_mm` and `torch._scaled_mm` run instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bitline.types import LinearSpec
 
 
 class CutlassInt8ScaledMMLinearKernel(TorchInt8ScaledMMLinearKernel):
-    """W8A8 with and without zero points, static or dynamic, on `torch._int_mm` of CUDA."""
+    """W8A8 int8, static or dynamic, with or without zero points: runs `torch._int_mm` (cuBLAS)."""
 
     platforms = ("cuda",)
     backend = "cutlass"
@@ -25,22 +25,25 @@ class CutlassInt8ScaledMMLinearKernel(TorchInt8ScaledMMLinearKernel):
 
 
 class CutlassFP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
-    """FP8 per tensor or row times FP8 per tensor or token: the fused product where there is one for the scales, else three
-    steps. K and N are padded with zeros to multiples of 16 (scales with 1), outputs are cut."""
+    """W8A8 FP8 with per-tensor or per-channel weight and per-tensor or per-token activation scales: runs `torch._scaled_mm`.
+
+    CUTLASS's row-wise GEMM inside torch for per-token scales, M > 1 and bfloat16 output; else an unscaled GEMM (cuBLASLt) and
+    scales after it. N and K are padded to multiples of 16.
+    """
 
     platforms = ("cuda",)
     backend = "cutlass"
     priority = -10
 
     @classmethod
-    def _product(cls, a: Tensor, a_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _scaled_mm(cls, a: Tensor, a_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         rowwise = a_scale.numel() == a.shape[0] > 1 and dtype == torch.bfloat16
         kernel = RowWiseTorchFP8ScaledMMLinearKernel if rowwise else ChannelWiseTorchFP8ScaledMMLinearKernel
-        return kernel._product(a, a_scale, w, scale, bias, dtype)
+        return kernel._scaled_mm(a, a_scale, w, scale, bias, dtype)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """That of the product it would take."""
+        """The cost of the fused GEMM where one takes these scales."""
         for kernel in (PerTensorTorchFP8ScaledMMLinearKernel, RowWiseTorchFP8ScaledMMLinearKernel):
             if spec.act_dtype in kernel.act_dtypes and kernel.can_implement(spec):
                 return kernel.cost(spec, platform, m)
@@ -48,7 +51,7 @@ class CutlassFP8ScaledMMLinearKernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
 
 
 class CutlassFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
-    """Block-scaled FP8 on Hopper."""
+    """Block-scaled FP8 on Hopper: runs `torch._scaled_mm` (cuBLASLt)."""
 
     backend = "cutlass"
     priority = -10

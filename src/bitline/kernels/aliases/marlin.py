@@ -1,7 +1,7 @@
-"""The layers that the field knows under Marlin's name, whose kernels are in no package of their own.
+"""vLLM's Marlin kernels for FP4 and FP8 weights by name. vLLM ships Marlin's code with itself; here Bitline's own kernels run.
 
-The Hopper kernel does the job where it runs and takes the layer, the portable Triton kernel on all other NVIDIA GPUs. Inputs keep
-16 bits: a scheme that quantizes its input is refused, since the outputs would be others.
+GluonHopperLinearKernel where it runs and takes the layer, TritonMinifloatLinearKernel on all other NVIDIA GPUs. Both are
+weight-only: a scheme that quantizes activations is refused, since its outputs would differ.
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ from bitline.weight import QuantizedWeight
 log = logging.getLogger("bitline")
 
 
-class _Marlin(Kernel):
+class _MarlinKernel(Kernel):
+    """Base of the four.
+
+    weight_type: the only weight type. sf_vec_size: columns per block scale, 0: any scale block. sf_dtype: of scales, None: any.
+    """
+
     platforms = ("cuda",)
     backend = "marlin"
     measured = ("sm90",)
     priority = -10
     act_dtypes = (torch.bfloat16, torch.float16)
-    weight: ClassVar[str]
-    columns: ClassVar[int] = 0  # of a scale; 0 for any block
-    scales: ClassVar[torch.dtype | None] = None
+    weight_type: ClassVar[str]
+    sf_vec_size: ClassVar[int] = 0
+    sf_dtype: ClassVar[torch.dtype | None] = None
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
@@ -41,78 +46,78 @@ class _Marlin(Kernel):
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """The family's weights; inputs of 16 bits."""
-        fits = spec.weight.name == cls.weight and cls.scales in (None, spec.scale_dtype)
-        if not fits or (cls.columns and spec.block != (1, min(cls.columns, spec.k))):
-            scale = f" with a scale of {cls.scales} for {cls.columns} columns" if cls.columns else ""
+        """The family's weights with 16-bit activations."""
+        fits = spec.weight.name == cls.weight_type and cls.sf_dtype in (None, spec.scale_dtype)
+        if not fits or (cls.sf_vec_size and spec.block != (1, min(cls.sf_vec_size, spec.k))):
+            scale = f" with {cls.sf_dtype} scales of 1x{cls.sf_vec_size} blocks" if cls.sf_vec_size else ""
             return no(f"{spec.weight} in blocks of {spec.block[0]}x{spec.block[1]} with {spec.scale_dtype} scales",
-                      f"{cls.weight}{scale}")  # fmt: skip
+                      f"{cls.weight_type}{scale}")  # fmt: skip
         if spec.act is not None:
-            return no(f"computes with 16-bit inputs, and the scheme's are {spec.act}", "a weight-only scheme")
+            return no(f"it computes with 16-bit activations, and the scheme's are {spec.act}", "a weight-only scheme")
         return TritonMinifloatLinearKernel.can_implement(spec)
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """As the kernel that does it on the weight's device."""
-        return weight_only.here(weight.spec, weight.device).pack(weight)
+        """As the kernel that runs on the weight's device."""
+        return weight_only.kernel_for_device(weight.spec, weight.device).pack(weight)
 
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """See Kernel.apply."""
-        return weight_only.here(spec, x.device).apply(x, packed, bias, spec)
+        return weight_only.kernel_for_device(spec, x.device).apply(x, packed, bias, spec)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """That of the kernel that does it."""
-        return weight_only.on(spec, platform).cost(spec, platform, m)
+        """The cost of the kernel that runs."""
+        return weight_only.kernel_for_platform(spec, platform).cost(spec, platform, m)
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
-        """Of the portable kernel; Hopper's differs by its padding."""
+        """Of the portable kernel; the Hopper kernel's differs by padding."""
         return TritonMinifloatLinearKernel.packed_bytes(spec)
 
 
-class MarlinNvFp4LinearKernel(_Marlin):
-    """NVFP4 weights with 16-bit inputs; a warning says so once."""
+class MarlinNvFp4LinearKernel(_MarlinKernel):
+    """NVFP4 weights with 16-bit activations; warns once that FP4 MMA is not used."""
 
     families = ("nvfp4",)
-    weight, columns, scales = "float4_e2m1", 16, torch.float8_e4m3fn
+    weight_type, sf_vec_size, sf_dtype = "float4_e2m1", 16, torch.float8_e4m3fn
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """See `_Marlin.pack`."""
-        _warn()
+        """See `_MarlinKernel.pack`."""
+        _warn_weight_only()
         return super().pack(weight)
 
 
 @functools.cache
-def _warn() -> None:
-    log.warning("MarlinNvFp4LinearKernel multiplies NVFP4 weights with 16-bit inputs: FP4 units, if there are any, are not used")
+def _warn_weight_only() -> None:
+    log.warning("MarlinNvFp4LinearKernel multiplies NVFP4 weights by 16-bit activations; FP4 MMA is not used")
 
 
-class MarlinMxFp4LinearKernel(_Marlin):
-    """MXFP4 weights with 16-bit inputs."""
+class MarlinMxFp4LinearKernel(_MarlinKernel):
+    """MXFP4 weights with 16-bit activations."""
 
     families = ("mxfp4",)
-    weight, columns, scales = "float4_e2m1", 32, torch.float8_e8m0fnu
+    weight_type, sf_vec_size, sf_dtype = "float4_e2m1", 32, torch.float8_e8m0fnu
 
 
-class MarlinMxfp8LinearKernel(_Marlin):
-    """MXFP8 weights with 16-bit inputs."""
+class MarlinMxfp8LinearKernel(_MarlinKernel):
+    """MXFP8 weights with 16-bit activations."""
 
     families = ("mxfp8",)
-    weight, columns, scales = "float8_e4m3fn", 32, torch.float8_e8m0fnu
+    weight_type, sf_vec_size, sf_dtype = "float8_e4m3fn", 32, torch.float8_e8m0fnu
 
 
-class MarlinFP8ScaledMMLinearKernel(_Marlin):
-    """FP8 weights per tensor, row or block with 16-bit inputs."""
+class MarlinFP8ScaledMMLinearKernel(_MarlinKernel):
+    """FP8 weights with per-tensor, per-channel or block scales and 16-bit activations."""
 
     families = ("fp8", "fp8_block")
-    weight = "float8_e4m3fn"
+    weight_type = "float8_e4m3fn"
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """E4M3 with float scales of whatever block; E8M0 scales are MXFP8's."""
+        """E4M3 with float scales of any block; E8M0 scales are MXFP8's."""
         if spec.scale_dtype == torch.float8_e8m0fnu:
             return no("E8M0 scales", "MarlinMxfp8LinearKernel, or scales of a 16- or 32-bit float")
         return super().can_implement(spec)

@@ -1,4 +1,4 @@
-"""RDNA3W4A16LinearKernel: W4A16 GPTQ on AMD's RDNA3, by the portable Triton kernel."""
+"""vLLM's RDNA3W4A16LinearKernel by name: runs the portable Triton kernel."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _ARCHITECTURES = ("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx115
 
 
 class RDNA3W4A16LinearKernel(TritonW4A16LinearKernel):
-    """uint4b8 with 16-bit inputs; float32 sums of parts of K are added in a fixed order, so that it is deterministic.
+    """W4A16 GPTQ (uint4b8) on RDNA3 by TritonW4A16LinearKernel, compiled for wave32 with tiles for 16-wide WMMA.
 
-    Triton compiles for waves of 32 there, and the tiles are those for matrix instructions of 16 columns.
+    Deterministic: split-K partials are reduced in float32 in a fixed order.
     """
 
     platforms = ("rocm",)  # type: ignore[assignment]
@@ -28,7 +28,7 @@ class RDNA3W4A16LinearKernel(TritonW4A16LinearKernel):
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """uint4b8 of any shape, group size and column order, 16-bit inputs."""
+        """uint4b8 of any shape, group size and act-order, 16-bit input."""
         if spec.weight.name != "uint4b8" or spec.zero != "none" or spec.act_dtype.itemsize != 2:
             return no(f"{spec.weight} with zero {spec.zero!r} and input {spec.act_dtype}", "uint4b8 and a 16-bit input")
         return super().can_implement(spec)

@@ -1,1 +1,1 @@
-"""Kernels of other packages: thin adapters, each of which imports its package when it packs its first weight."""
+"""Adapters for kernels of other packages. Each imports its package when it packs its first weight, not before."""

@@ -1,4 +1,4 @@
-"""Block-scaled FP8 by DeepGEMM, and by FlashInfer where there are few rows."""
+"""Block-scaled FP8 on Hopper: DeepGEMM, and FlashInfer's kernel for small M."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from bitline.errors import InputError
 from bitline.kernels.base import Packed, roofline
 from bitline.kernels.providers.common import installed
-from bitline.kernels.torch.fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel, quantize_rows
+from bitline.kernels.torch.fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel, quantize_for_blocks
 from bitline.platform import PACKAGES, Platform, installed_packages
 from bitline.types import LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
-_FEW = 32
+_SMALL_M = 32  # FlashInfer's kernel below, DeepGEMM or cuBLASLt from here on
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def _flashinfer() -> Any:
 
 
 class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
-    """`fp8_gemm_nt` with float32 scales: 1x128 of the input, 128x128 of the weight. Layers may end inside a block."""
+    """`deep_gemm.fp8_gemm_nt` with float32 scales: 1x128 for activations, 128x128 for weights. N and K may end inside a block."""
 
     backend = "deep_gemm"
     priority = 5
@@ -43,7 +43,7 @@ class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
-        """Hopper: on Blackwell the package rounds scales to powers of two, which is not what the layer says."""
+        """Hopper. On Blackwell the package rounds scales to powers of two, which the layer's spec does not say."""
         if platform.capability != 90:
             return no(f"float32 scales are for Hopper; this is {platform.arch or platform.vendor}", "cuda:sm90")
         return installed(platform, "deep_gemm")
@@ -62,24 +62,23 @@ class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
         if m == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        a, a_scale = quantize_rows(x, spec.act, k)
+        a, a_scale = quantize_for_blocks(x, spec.act, k)
         y = x.new_empty(a.shape[0], codes.shape[0])
         _deep_gemm()((a, a_scale), (codes, scale), y, disable_ue8m0_cast=True)
-        return _cut(y, m, bias, spec)
+        return _unpad(y, m, bias, spec)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """A pass over x; the product at 80 % of its rate."""
+        """A pass over x, and a GEMM at 80 % of peak."""
         quantize = 3 * m * spec.k / platform.rates.bandwidth + platform.rates.launch
         return quantize + roofline(spec, platform, m, weight_bytes=spec.n * spec.k, rate=platform.rates.of("fp8")) / 0.8
 
 
 class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
-    """One packed weight and two kernels: below 32 rows FlashInfer's `fp8_blockscale_gemm_sm90`, else DeepGEMM, or cuBLASLt where
-    that is not installed. The choice is made at each call.
+    """FlashInfer's `fp8_blockscale_gemm_sm90` for M < 32, else DeepGEMM, or cuBLASLt where DeepGEMM is not installed.
 
-    FlashInfer gets the input's codes and scales, as the definition has them. It would also quantize an input of 16 bits itself,
-    but multiplies by 448 over a group's largest magnitude, which moves codes that lie between two values.
+    Both kernels read one packed weight; each call dispatches on M. FlashInfer gets activations that are quantized here: it
+    could quantize 16-bit ones itself, but multiplies by 448 / amax, which rounds some codes differently from the definition.
     """
 
     backend = "flashinfer_deepgemm"
@@ -105,28 +104,28 @@ class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLin
         codes, scale = packed
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
-        if x.shape[0] >= _FEW:
-            return _large(installed_packages()).apply(x, packed, bias, spec)
+        if x.shape[0] >= _SMALL_M:
+            return _large_m_kernel(installed_packages()).apply(x, packed, bias, spec)
         assert spec.act is not None
-        a, a_scale = quantize_rows(x, spec.act, codes.shape[1])
+        a, a_scale = quantize_for_blocks(x, spec.act, codes.shape[1])
         y = _flashinfer()(a, codes, a_scale, scale, out_dtype=torch.bfloat16)
-        return _cut(y, x.shape[0], bias, spec)
+        return _unpad(y, x.shape[0], bias, spec)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """Few rows: a roofline at 70 % and two launches; more: that of the kernel that takes them."""
-        if m < _FEW:
-            product = roofline(spec, platform, m, weight_bytes=spec.n * spec.k, rate=platform.rates.of("fp8"))
-            return product / 0.7 + platform.rates.launch
-        return _large(platform.packages).cost(spec, platform, m)
+        """Small M: a roofline at 70 % of peak and two launches; large M: the cost of the kernel that takes over."""
+        if m < _SMALL_M:
+            gemm = roofline(spec, platform, m, weight_bytes=spec.n * spec.k, rate=platform.rates.of("fp8"))
+            return gemm / 0.7 + platform.rates.launch
+        return _large_m_kernel(platform.packages).cost(spec, platform, m)
 
 
-def _large(packages: Container[str]) -> type[BlockWiseTorchFP8ScaledMMLinearKernel]:
-    """The kernel for many rows."""
+def _large_m_kernel(packages: Container[str]) -> type[BlockWiseTorchFP8ScaledMMLinearKernel]:
     return DeepGemmFp8BlockScaledMMKernel if "deep_gemm" in packages else BlockWiseTorchFP8ScaledMMLinearKernel
 
 
-def _cut(y: Tensor, m: int, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+def _unpad(y: Tensor, m: int, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    """The layer's rows and columns of y [M', N'], bias added."""
     top = spec.block_offset[0]
     y = y[:m, top : top + spec.n]
     return y.contiguous() if bias is None else y + bias

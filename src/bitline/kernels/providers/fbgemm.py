@@ -1,4 +1,4 @@
-"""FBGEMM's product of NVFP4 on Blackwell, under the package's present name, MSLK, or its former one."""
+"""FBGEMM's NVFP4 GEMM on Blackwell, from the package's new name (MSLK) or its former one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from bitline.kernels.base import Packed
-from bitline.kernels.microscaled import NVFP4, MicroscaledKernel, swizzle
+from bitline.kernels.microscaled import NVFP4, MicroscaledKernel, swizzle_scales
 from bitline.platform import PACKAGES, Platform
 from bitline.types import YES, Verdict, no
 
 
 @functools.cache
 def _ops() -> Any:
-    """The operators of whichever package is installed; MSLK has them first where both are."""
+    """The operators of the installed package; MSLK's where both are installed."""
     if importlib.util.find_spec("mslk") is not None:
         importlib.import_module("mslk.gemm")
         return torch.ops.mslk
@@ -27,14 +27,14 @@ def _ops() -> Any:
 
 
 class FbgemmNvFp4LinearKernel(MicroscaledKernel):
-    """`f4f4bf16` with a global scale, which is what makes it NVFP4; bfloat16 outputs."""
+    """NVFP4 by `f4f4bf16` with bfloat16 output; passing a global scale selects NVFP4, without one the operator reads MXFP4."""
 
     platforms = ("cuda",)
     backend = "fbgemm"
     families = ("nvfp4",)
     priority = -5
     act_dtypes = (torch.bfloat16,)
-    micro = NVFP4
+    fmt = NVFP4
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
@@ -47,11 +47,11 @@ class FbgemmNvFp4LinearKernel(MicroscaledKernel):
         return YES
 
     @classmethod
-    def _layout(cls, codes: Tensor, scale: Tensor) -> Packed:
+    def _pack_operand(cls, codes: Tensor, scale: Tensor) -> Packed:
         _ops()
-        return {"codes": codes.contiguous(), "scale": swizzle(scale).view(-1)}
+        return {"codes": codes.contiguous(), "scale": swizzle_scales(scale).view(-1)}
 
     @classmethod
-    def _product(cls, a: Tensor, a_scale: Tensor, w: Tensor, scale: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
+    def _gemm(cls, a: Tensor, a_scale: Tensor, w: Tensor, scale: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
         y: Tensor = _ops().f4f4bf16(a, w, a_scale.view(-1), scale, global_scale=alpha)
         return y

@@ -1,4 +1,4 @@
-"""zentorch's operators for AMD Zen CPUs: 4-bit weights with a 16-bit input, and W8A8."""
+"""zentorch's ZenDNN operators for AMD Zen CPUs: W4A16 and W8A8."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from bitline import env
 from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.cpu import cpu_costs
-from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
+from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
 from bitline.kernels.providers.common import installed
-from bitline.kernels.torch.int8_cpu import one_scale_a_row
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -25,11 +24,11 @@ from bitline.weight import QuantizedWeight
 
 @functools.cache
 def _ops() -> Any:
-    """The operators, with their cache off: it goes by a weight's address alone, so that a weight in memory that another one
-    was freed from gives that one's outputs (zentorch 2.13.0.1, `ZENDNNL_CACHE_OFF`)."""
-    late = "zentorch" in sys.modules
+    """The operators with their weight cache off (`ZENDNNL_CACHE_OFF`): it is keyed by address alone, so a weight in memory that
+    another one was freed from would give that one's outputs (zentorch 2.13.0.1)."""
+    already_imported = "zentorch" in sys.modules
     before = env.set_default("ZENDNNL_CACHE_OFF", "1")
-    if before != "1" and (late or before is not None):
+    if before != "1" and (already_imported or before is not None):
         raise InputError("zentorch keeps weights by address and may give the outputs of others", found="its cache is on",
                          fix="set ZENDNNL_CACHE_OFF=1 before zentorch is imported")  # fmt: skip
     importlib.import_module("zentorch")
@@ -44,9 +43,9 @@ def _supported(platform: Platform) -> Verdict:
 
 
 class ZentorchWNA16LinearKernel(Kernel):
-    """`zentorch_woq_linear`: symmetric or asymmetric 4-bit weights, bfloat16 scales, bfloat16 input.
+    """W4A16 by `zentorch_woq_linear`: symmetric or asymmetric 4-bit weights, bfloat16 scales and inputs.
 
-    What it refuses (a column order, groups that are not whole, other widths and dtypes) is CPUWNA16LinearKernel's to run.
+    CPUWNA16LinearKernel takes what it refuses: act-order, groups that do not divide K, other widths and dtypes.
     """
 
     platforms = ("cpu",)
@@ -62,24 +61,24 @@ class ZentorchWNA16LinearKernel(Kernel):
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """uint4b8, or uint4 with zero points; whole groups or one per row; bfloat16 scales."""
+        """uint4b8, or uint4 with zero points; aligned groups or per-channel scales; bfloat16 scales."""
         if spec.act is not None:
-            return no(f"the input is to be quantized ({spec.act}); this kernel is weight-only", "a weight-only scheme")
+            return no(f"the scheme quantizes activations ({spec.act}); this kernel is weight-only", "a weight-only scheme")
         if (spec.weight.name, spec.zero) not in (("uint4b8", "none"), ("uint4", "int")):
             return no(f"{spec.weight} with zero {spec.zero!r}", "uint4b8, or uint4 with zero points")
         if spec.scale_dtype != torch.bfloat16:
             return no(f"scales are {spec.scale_dtype} and would be rounded", "bfloat16 scales")
         if spec.act_order or spec.ragged:
-            return no("columns are in another order than the input's", "CPUWNA16LinearKernel, which takes any order")
+            return no("act-order: columns are in another order than the input's", "CPUWNA16LinearKernel, which takes any order")
         if spec.block[0] != 1 or spec.k % spec.block[1] or spec.block_offset[1] or spec.scale2_block is not None:
-            return no("groups are not whole", "a group size that divides K")
+            return no("groups that are unaligned, or share scales between rows", "a group size that divides K")
         if spec.k % 8 or spec.block[1] % 8:
-            return no("K or the group size is no multiple of 8", "whole 32-bit words")
+            return no("K or the group size is not a multiple of 8", "K and a group size in multiples of 8")
         return YES
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """codes int32 [N, K/8] as the package packs them, scales bfloat16 [G, N], zero points int8 [G, N] or empty."""
+        """codes int32 [N, K / 8] as the package packs them, scale bfloat16 [groups, N], zero int8 [groups, N] or empty."""
         values = weight.unpacked().view(torch.int8)
         if weight.zero is None:
             values = values - 8  # signed codes; with zero points the package takes unsigned ones
@@ -101,16 +100,16 @@ class ZentorchWNA16LinearKernel(Kernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """What it was measured to take beside a roofline, on two cores of a Zen 5 at 4096x4096: 645 us with one row (it re-lays
-        the weight in each call), 8.7 ms with 256."""
+        """2.2 times a roofline, as measured on two cores of a Zen 5 at 4096x4096: 645 us at M=1 (it repacks the weight in each
+        call), 8.7 ms at M=256."""
         return 2.2 * roofline(spec, platform, m, weight_bytes=cls.packed_bytes(spec), rate=platform.rates.bf16) + cpu_costs.CALL
 
 
 class ZentorchInt8ScaledMMLinearKernel(Kernel):
-    """`zentorch_dynamic_qlinear`: int8 weights with a scale per row, inputs quantized per token by the operator itself.
+    """W8A8 by `zentorch_dynamic_qlinear`, which quantizes activations per token itself.
 
-    It divides a token's largest magnitude by 127, compressed-tensors by 127.5, so that the outputs differ by more than
-    rounding: it is taken only where it is asked for by name.
+    Inexact, so it runs only where it is asked for by name: it divides a token's amax by 127, compressed-tensors by 127.5, so
+    outputs differ by more than rounding.
     """
 
     platforms = ("cpu",)
@@ -127,21 +126,21 @@ class ZentorchInt8ScaledMMLinearKernel(Kernel):
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """W8A8: a scale per row, dynamic symmetric inputs per token."""
+        """W8A8: per-channel scales, dynamic symmetric activations per token."""
         act = spec.act
         if act is None or act.dtype.name != "int8" or not act.dynamic or act.granularity != "token" or not act.symmetric:
-            return no(f"input scheme {act or 'of 16 bits'}", "int8 inputs, dynamic per token, symmetric")
+            return no(f"activation scheme {act or 'of 16 bits'}", "int8 activations, dynamic per token, symmetric")
         if act.limit:
-            return no("the input's scale has a bound", "an unbounded dynamic scale")
-        if not fits_bytes(spec):
+            return no("the activation scale has an upper bound", "an unbounded dynamic scale")
+        if not fits_int8(spec):
             return no(f"{spec.weight} codes are not integers of -128..127 times a step", "a signed or biased integer type")
-        return one_scale_a_row(spec)
+        return per_channel_only(spec)
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """codes int8 [N, K], scale bfloat16 [N], which the operator takes in no other dtype."""
+        """codes int8 [N, K], scale bfloat16 [N], the only dtype that the operator takes."""
         _ops()
-        return {"codes": signed_bytes(weight), "scale": row_scales(weight).bfloat16()}
+        return {"codes": int8_codes(weight), "scale": channel_scales(weight).bfloat16()}
 
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
@@ -153,5 +152,5 @@ class ZentorchInt8ScaledMMLinearKernel(Kernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """A roofline at 80 % of both rates."""
+        """A roofline at 80 % of peak."""
         return roofline(spec, platform, m, weight_bytes=spec.weight_bytes(), rate=platform.rates.int8) / 0.8 + cpu_costs.CALL

@@ -1,4 +1,4 @@
-"""W8A8 by torch's integer matrix product, on CPUs and CUDA GPUs."""
+"""W8A8 by `torch._int_mm`: oneDNN on CPUs, cuBLAS int8 tensor cores on CUDA GPUs."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.cpu import cpu_costs
-from bitline.kernels.integers import fits_bytes, row_scales, signed_bytes
-from bitline.kernels.torch.int8_cpu import one_scale_a_row
-from bitline.kernels.triton.act_quant import rows_of
+from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
+from bitline.kernels.triton.act_quant import quantize_padded
 from bitline.platform import Platform, cpu_features
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
-ALIGN = 8  # cuBLAS wants K and N in multiples of it; on a CPU K = 1 gives wrong sums
-CUDA_ROWS = 32  # `_int_mm` on CUDA wants more than 16 rows
-SUMS = {"cpu": 1 << 20, "cuda": 1 << 25}  # int32 sums that wait for their scales at a time: what a cache holds
-CACHED = 1 << 22  # bytes of weight that stay in a cache while several rows pass over them
+ALIGN = 8  # cuBLAS takes K and N in multiples of 8; on a CPU K = 1 gives wrong sums
+MIN_CUDA_M = 32  # `_int_mm` on CUDA takes only M > 16
+ACCUMULATORS = {"cpu": 1 << 20, "cuda": 1 << 25}  # int32 accumulators of an output tile: what a cache holds until they are scaled
+CACHED = 1 << 22  # bytes of weight that stay in cache while several tokens pass over them
 
 
 class TorchInt8ScaledMMLinearKernel(Kernel):
-    """`torch._int_mm` on int8 codes: y = (Xq @ Wq.T - zero * colsum(Wq)) * x_scale * w_scale + bias, in float32.
+    """`torch._int_mm` on int8 codes: y = (Xq @ Wq.T - zero * colsum(Wq)) * x_scale * w_scale + bias.
 
-    x is quantized per token or per tensor, dynamically or not, with a zero point or
-    without. Sums are exact in int32; scales are applied in float32 and the result is rounded once. Weights of fewer
-    than 8 bits are widened to bytes.
+    Activations are quantized per token or per tensor, dynamically or statically, with or without a zero point (AZP).
+    Accumulation is exact in int32; scales are applied in float32 and the result is rounded once. Weights of fewer than 8 bits
+    are widened to bytes.
     """
 
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
@@ -43,36 +43,37 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
         if platform.vendor == "cuda" and platform.capability < 75:
             return no(f"{platform.arch} has no int8 tensor cores", "sm75 or later")
         if platform.vendor == "cpu" and not platform.features & {"avx2", "avx512", "neon"}:
-            return no("no vector units to speak of", "a CPU with AVX2")
+            return no("this CPU has no AVX2, AVX-512 or Neon", "a CPU with AVX2")
         return YES
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """Integer input of up to 8 bits per token or tensor; integer weights without zero points, a scale a row."""
+        """Integer activations of up to 8 bits per token or tensor; symmetric integer weights with per-channel scales."""
         act = spec.act
         if act is None or act.dtype.kind != "int" or act.dtype.bits > 8:
-            what = "a 16 or 32 bit" if act is None else f"a {act.dtype}"
-            return no(f"the scheme has {what} input", "an int8 input scheme (W8A8)")
+            what = "16 or 32 bit" if act is None else f"{act.dtype}"
+            return no(f"the scheme has {what} activations", "int8 activations (W8A8)")
         if act.granularity == "group":
-            return no(f"the input's scale changes along K, in groups of {act.group_size}", "input scales per token or per tensor")
-        if not fits_bytes(spec):
+            return no(f"the activation scale changes along K, in groups of {act.group_size}",
+                      "activation scales per token or per tensor")  # fmt: skip
+        if not fits_int8(spec):
             return no(f"{spec.weight} codes are not integers of -128..127 times a step", "a signed or biased integer type")
         if spec.k > 1 << 16:
-            return no(f"sums over {spec.k} columns can overflow int32", "K up to 65536")
-        return one_scale_a_row(spec)
+            return no(f"int32 accumulators over K of {spec.k} can overflow", "K up to 65536")
+        return per_channel_only(spec)
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """codes int8 [N', K'], padded to multiples of 8; scale float32 [N]; colsum int32 [N] for inputs with zero points."""
+        """codes int8 [N', K'], padded to multiples of 8; scale float32 [N]; colsum int32 [N] for asymmetric activations."""
         spec, device = weight.spec, weight.device
-        codes = signed_bytes(weight)
+        codes = int8_codes(weight)
         if spec.k % ALIGN or spec.n % ALIGN:
-            codes = torch.nn.functional.pad(codes, (0, -spec.k % ALIGN, 0, -spec.n % ALIGN))
+            codes = pad(codes, (0, -spec.k % ALIGN, 0, -spec.n % ALIGN))
         absent = torch.empty(0, device=device)
         asymmetric = spec.act is not None and not spec.act.symmetric
         return {
             "codes": codes,
-            "scale": row_scales(weight),
+            "scale": channel_scales(weight),
             "colsum": codes[: spec.n].sum(1, dtype=torch.int32) if asymmetric else absent,
             "input_scale": absent if weight.input_scale is None else weight.input_scale.clone(),
             "input_zero": absent if weight.input_zero is None else weight.input_zero.clone(),
@@ -85,56 +86,56 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        q, x_scale, zero = rows_of(x, spec.act, x.shape[0], codes.shape[1], input_scale, input_zero)
+        q, x_scale, zero = quantize_padded(x, spec.act, x.shape[0], codes.shape[1], input_scale, input_zero)
         x_scale, zero = x_scale.view(-1, 1), None if zero is None else zero.view(-1, 1)
         y = x.new_empty(x.shape[0], spec.n)
         bias32 = None if bias is None else bias.float()
-        high, wide = _tile(y.shape[0], codes.shape[0], x.device.type)
-        for r, c in itertools.product(range(0, y.shape[0], high), range(0, spec.n, wide)):
-            rows, columns = slice(r, r + high), slice(c, min(c + wide, spec.n))
-            sums = _int_mm(q[rows], codes[c : c + wide])[:, : columns.stop - c]
+        tile_m, tile_n = _output_tile(y.shape[0], codes.shape[0], x.device.type)
+        for r, c in itertools.product(range(0, y.shape[0], tile_m), range(0, spec.n, tile_n)):
+            rows, columns = slice(r, r + tile_m), slice(c, min(c + tile_n, spec.n))
+            acc = _int_mm(q[rows], codes[c : c + tile_n])[:, : columns.stop - c]
             if zero is not None:
-                sums = sums - (zero if zero.shape[0] == 1 else zero[rows]) * colsum[columns]
-            out = (sums * (x_scale if x_scale.shape[0] == 1 else x_scale[rows])).mul_(scale[columns])
+                acc = acc - (zero if zero.shape[0] == 1 else zero[rows]) * colsum[columns]
+            out = (acc * (x_scale if x_scale.shape[0] == 1 else x_scale[rows])).mul_(scale[columns])
             y[rows, columns] = out if bias32 is None else out.add_(bias32[columns])
         return y
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """The product, the input's quantization and the scaling of the sums."""
-        product = roofline(spec, platform, m, weight_bytes=cls.packed_bytes(spec), rate=platform.rates.int8)
+        """The GEMM, activation quantization, and the scaling of the accumulators."""
+        gemm = roofline(spec, platform, m, weight_bytes=cls.packed_bytes(spec), rate=platform.rates.int8)
         passes = 4 * m * (6 * spec.k + 6 * spec.n)  # bytes of float32 and int32
         if platform.vendor != "cpu":
-            return product + passes / platform.rates.bandwidth + 5 * platform.rates.launch
-        if m > 8 or (m > 1 and "amx" in platform.features):  # oneDNN re-lays the weight in each call
-            product += spec.n * spec.k * 5e-11 * cpu_costs.share(platform)
-        return product + passes / (3 * platform.rates.bandwidth) + 6 * cpu_costs.CALL
+            return gemm + passes / platform.rates.bandwidth + 5 * platform.rates.launch
+        if m > 8 or (m > 1 and "amx" in platform.features):  # oneDNN repacks the weight in each call
+            gemm += spec.n * spec.k * 5e-11 * cpu_costs.share(platform)
+        return gemm + passes / (3 * platform.rates.bandwidth) + 6 * cpu_costs.CALL
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
-        """A byte a weight and four a row."""
+        """One byte per weight and four per channel."""
         return (spec.n + -spec.n % ALIGN) * (spec.k + -spec.k % ALIGN) + 4 * spec.n
 
 
-def _tile(m: int, n: int, device: str) -> tuple[int, int]:
-    """Rows and columns of y at a time. Wide rather than high: every call re-lays the part of the weight that it reads."""
-    high = min(m, 1024)
-    return high, min(n, max(ALIGN, SUMS[device] // high // ALIGN * ALIGN))
+def _output_tile(m: int, n: int, device: str) -> tuple[int, int]:
+    """(tile_m, tile_n). tile_m covers M up to 1024, since every call repacks the part of the weight that it reads."""
+    tile_m = min(m, 1024)
+    return tile_m, min(n, max(ALIGN, ACCUMULATORS[device] // tile_m // ALIGN * ALIGN))
 
 
 def _int_mm(q: Tensor, codes: Tensor) -> Tensor:
     """q int8 [M, K] @ codes.T int8 [K, N] -> int32 [M, N]."""
     m, (n, k) = q.shape[0], codes.shape
     if q.device.type != "cpu":
-        padded = torch.nn.functional.pad(q, (0, 0, 0, CUDA_ROWS - m)) if m <= 16 else q
+        padded = pad(q, (0, 0, 0, MIN_CUDA_M - m)) if m <= 16 else q
         return torch._int_mm(padded, codes.t())[:m]
     if not 1 < m <= 8 or "amx" in cpu_features():
         return torch._int_mm(q, codes.t())
-    # One row is a matrix-vector product at the speed of memory; two make oneDNN re-lay the weight, at ten times the cost.
-    sums = torch.empty(m, n, dtype=torch.int32)
+    # At M=1 oneDNN runs a bandwidth-bound GEMV; from M=2 on it repacks the weight, which takes ten times as long.
+    acc = torch.empty(m, n, dtype=torch.int32)
     step = max(1, CACHED // k)
     for r in range(0, n, step):
         part = codes[r : r + step].t()
         for row in range(m):
-            sums[row : row + 1, r : r + step] = torch._int_mm(q[row : row + 1], part)
-    return sums
+            acc[row : row + 1, r : r + step] = torch._int_mm(q[row : row + 1], part)
+    return acc

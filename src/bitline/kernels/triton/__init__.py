@@ -1,1 +1,1 @@
-"""Kernels in Triton: one source for NVIDIA, AMD and Intel. Host classes here import Triton only when they run."""
+"""Kernels in Triton, one source for NVIDIA, AMD and Intel GPUs. Host classes import Triton only when they launch a kernel."""

@@ -1,4 +1,4 @@
-"""Running the weight-only device code: the fused kernel up to `fused_limit` rows, dequantized panels above."""
+"""Launching the weight-only device code: the fused GEMM up to `max_fused_m`, dequantized panels and torch's matmul above."""
 
 from __future__ import annotations
 
@@ -8,55 +8,67 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bitline import env
-from bitline.kernels.triton.heuristics import PANEL_ELEMENTS, Machine, Tile, choose_tile, fused_limit
+from bitline.kernels.triton.heuristics import (
+    PANEL_ELEMENTS,
+    DeviceTraits,
+    GemmConfig,
+    choose_gemm_config,
+    max_fused_m,
+)
 from bitline.kernels.triton.layout import exponent_bias, layout_of
 from bitline.types import LinearSpec
 
+REDUCE_BLOCK, PANEL_TILE_N = 512, 32
 
-class Format(NamedTuple):
-    """What the device code is compiled for, as to codes (`decode_device`).
 
-    bits, high, table, middle, adjust, fine, power: see `Layout`. mantissa: bits of a minifloat's mantissa, 0 for integers.
-    brain: minifloats are decoded through bfloat16, else through float16. wide: with float32 arithmetic. unit, scale_unit: what
-    makes up for the difference of exponents' biases, of weights and of fine scales.
+class CodeFormat(NamedTuple):
+    """How codes are stored and dequantized: the compile-time argument FMT of the device code (device/dequant.py).
+
+    low_bits, high_bits, lut, implicit_zero, zero_base, sf_vec_size, sf_e8m0: see `PackedLayout`. mantissa_bits: of a minifloat, 0
+    for integers and LUT types. via_bf16: minifloats are expanded to bfloat16 bit patterns, else to float16. fp32_math: dequantize
+    with float32 arithmetic. rescale, sf_rescale: the powers of two that make up for the difference of exponent biases, of weights
+    and of block scales.
     """
 
-    bits: int
-    high: int
-    table: bool
-    middle: int
-    adjust: int
-    fine: int
-    power: bool
-    mantissa: int
-    brain: bool
-    wide: bool
-    unit: float
-    scale_unit: float
+    low_bits: int
+    high_bits: int
+    lut: bool
+    implicit_zero: int
+    zero_base: int
+    sf_vec_size: int
+    sf_e8m0: bool
+    mantissa_bits: int
+    via_bf16: bool
+    fp32_math: bool
+    rescale: float
+    sf_rescale: float
 
 
-def format_of(spec: LinearSpec, *, packed_bfloat: bool, panel: bool = False) -> Format:
-    """The device code's format of a spec. packed_bfloat: the device has 16-bit arithmetic of bfloat16. panel: for float32."""
+def code_format(spec: LinearSpec, *, has_bf16x2: bool, to_panel: bool = False) -> CodeFormat:
+    """The code format of a spec. has_bf16x2: the device has packed bfloat16 arithmetic. to_panel: dequantize to float32."""
     layout = layout_of(spec)
-    code, half, bfloat = layout.code, spec.act_dtype == torch.float16, spec.act_dtype == torch.bfloat16
-    fields = (layout.bits, layout.high, layout.table, layout.middle, layout.adjust, layout.fine, layout.power)
+    code, fp16, bf16 = layout.code_type, spec.act_dtype == torch.float16, spec.act_dtype == torch.bfloat16
+    stored = (
+        layout.low_bits, layout.high_bits, layout.lut, layout.implicit_zero, layout.zero_base, layout.sf_vec_size, layout.sf_e8m0
+    )  # fmt: skip
     if code.kind != "float":
-        wide = panel or not (half or (bfloat and packed_bfloat and code.bits <= 7 and not interpreted()))
-        return Format(*fields, 0, False, wide, 1.0, 1.0)
-    brain = bfloat and packed_bfloat and not panel
-    wide = panel or not (half or brain) or (brain and interpreted())  # the interpreter cannot multiply bfloat16
-    bias = 127 if brain else 15
-    # E8M0 under a float16 input is a float16's exponent, 112 less than that of the same float32.
-    scale_unit = (2.0**112 if half else 1.0) if layout.power else 2.0 ** (bias - 7)
-    unit = 2.0 ** (bias - exponent_bias(code))
-    return Format(*fields, code.mantissa, brain, wide, unit, scale_unit)
+        fp32_math = to_panel or not (fp16 or (bf16 and has_bf16x2 and code.bits <= 7 and not interpreted()))
+        return CodeFormat(*stored, 0, False, fp32_math, 1.0, 1.0)
+    via_bf16 = bf16 and has_bf16x2 and not to_panel
+    fp32_math = to_panel or not (fp16 or via_bf16) or (via_bf16 and interpreted())  # the interpreter has no bfloat16 multiply
+    bias = 127 if via_bf16 else 15
+    # With a float16 input E8M0 is read as float16's exponent field, 112 less than float32's.
+    sf_rescale = (2.0**112 if fp16 else 1.0) if layout.sf_e8m0 else 2.0 ** (bias - 7)
+    rescale = 2.0 ** (bias - exponent_bias(code))
+    return CodeFormat(*stored, code.mantissa, via_bf16, fp32_math, rescale, sf_rescale)
 
 
 @functools.cache
 def device_code() -> Any:
-    """The device code's module: the only import of Triton."""
+    """The module of device code; importing it imports Triton."""
     from bitline.kernels.triton.device import gemm
 
     return gemm
@@ -69,89 +81,96 @@ def interpreted() -> bool:
 
 
 @functools.cache
-def machine(device: torch.device) -> Machine:
-    """What tiles depend on."""
+def device_traits(device: torch.device) -> DeviceTraits:
+    """What tile configurations depend on."""
     if device.type != "cuda":
-        return Machine(device.type == "cpu", False, 64 * 1024)
+        return DeviceTraits(device.type == "cpu", False, 64 * 1024)
     properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        return Machine(False, getattr(properties, "warp_size", 64) == 32, 64 * 1024)
-    return Machine(True, False, int(properties.shared_memory_per_block_optin), properties.major < 8)
+        return DeviceTraits(False, getattr(properties, "warp_size", 64) == 32, 64 * 1024)
+    return DeviceTraits(True, False, int(properties.shared_memory_per_block_optin), properties.major < 8)
 
 
 @functools.lru_cache(maxsize=4096)
-def constants_of(spec: LinearSpec, bias: bool, tile: Tile, chunks: int, packed_bfloat: bool, fma: bool = False) -> dict[str, Any]:
-    """The compile-time arguments of `gemm_kernel`; looked up once per layer, bias and tile. fma: see Machine; the fewest columns
-    are multiplied at a time then, whose factors fit the registers."""
+def gemm_constants(
+    spec: LinearSpec, has_bias: bool, config: GemmConfig, k_blocks: int, has_bf16x2: bool, no_mma: bool = False
+) -> dict[str, Any]:
+    """The compile-time arguments of `gemm_kernel`. no_mma: see DeviceTraits; PROMOTE_K is as small as possible then, so that the
+    operands of the FMA loop fit the registers."""
     layout = layout_of(spec)
-    even = layout.regular and not spec.act_order and layout.shift == 0 and spec.k == chunks * layout.chunk
-    even = even and chunks % (tile.slices * tile.splits) == 0
+    even_k = layout.aligned and not spec.act_order and layout.k_offset == 0 and spec.k == k_blocks * layout.block_k
+    even_k = even_k and k_blocks % (config.k_slices * config.split_k) == 0
     return {
-        "F": format_of(spec, packed_bfloat=packed_bfloat), "GROUP": layout.group, "SPAN": 32 if fma else layout.span,
-        "HAS_ZERO": spec.zero == "int", "HAS_OFFSET": spec.zero == "float",
-        "HAS_PERM": spec.act_order or not layout.regular, "HAS_BIAS": bias, "EVEN": even, "SPLIT": tile.splits > 1,
-        "UPCAST": spec.act_dtype == torch.bfloat16 and interpreted(), "S": tile.slices, "BN": tile.bn, "BM": tile.bm,
-        "num_warps": tile.warps, "num_stages": tile.stages,
+        "FMT": code_format(spec, has_bf16x2=has_bf16x2), "SCALE_BLOCK_K": layout.scale_block_k,
+        "PROMOTE_K": 32 if no_mma else layout.promote_k, "HAS_ZERO": spec.zero == "int", "HAS_OFFSET": spec.zero == "float",
+        "HAS_PERM": spec.act_order or not layout.aligned, "HAS_BIAS": has_bias, "EVEN_K": even_k,
+        "IS_SPLIT_K": config.split_k > 1, "UPCAST": spec.act_dtype == torch.bfloat16 and interpreted(),
+        "K_SLICES": config.k_slices, "BLOCK_SIZE_N": config.tile_n, "BLOCK_SIZE_M": config.tile_m,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
 
 
-class Plan:
-    """Everything about a launch that depends on the layer and the bucket of M only."""
+class LaunchPlan:
+    """Everything about a launch that depends only on the layer and the bucket of M."""
 
-    def __init__(self, spec: LinearSpec, tile: Tile, chunks: int, bias: bool, packed_bfloat: bool, fma: bool = False) -> None:
-        self.spec, self.tile, self.chunks = spec, tile, chunks
-        self.constants = constants_of(spec, bias, tile, chunks, packed_bfloat, fma)
-        self.shift = layout_of(spec).shift
-        self.per_split = -(-chunks // (tile.splits * tile.slices)) * tile.slices
-        self.columns = -(-spec.n // tile.bn)
-        self.values = [self.constants[name] for name in device_code().gemm_kernel.arg_names if name in self.constants]
-        self.compiled: Any = None
-        self.reducer: Any = None
+    def __init__(
+        self, spec: LinearSpec, config: GemmConfig, k_blocks: int, has_bias: bool, has_bf16x2: bool, no_mma: bool = False
+    ) -> None:
+        self.spec, self.config, self.k_blocks = spec, config, k_blocks
+        self.constants = gemm_constants(spec, has_bias, config, k_blocks, has_bf16x2, no_mma)
+        self.k_offset = layout_of(spec).k_offset
+        self.k_blocks_per_split = -(-k_blocks // (config.split_k * config.k_slices)) * config.k_slices
+        self.grid_n = -(-spec.n // config.tile_n)
+        self.constant_args = [self.constants[name] for name in device_code().gemm_kernel.arg_names if name in self.constants]
+        self.compiled_gemm: Any = None
+        self.compiled_reduce: Any = None
 
     def launch(self, grid: tuple[int, int, int], aligned: bool, *arguments: Any) -> None:
-        """Run `gemm_kernel`: past the first call without Triton's argument inspection, which costs more than the kernel.
+        """Run `gemm_kernel`; after the first call without Triton's argument inspection, which costs more than the kernel.
 
-        What Triton compiled depends on what a plan is looked up by, and on the pointers being multiples of 16.
+        aligned: all pointers are multiples of 16. Triton specializes on that, and else only on what plans are keyed by.
         """
-        if self.compiled is not None and aligned:
-            self.compiled[grid](*arguments, *self.values)
+        if self.compiled_gemm is not None and aligned:
+            self.compiled_gemm[grid](*arguments, *self.constant_args)
             return
         compiled = device_code().gemm_kernel[grid](*arguments, **self.constants)
         if aligned:
-            self.compiled = compiled
+            self.compiled_gemm = compiled
 
-    def reduce(self, parts: Tensor, bias_or_x: Tensor, y: Tensor, has_bias: bool, aligned: bool) -> None:
-        """Add the splits' sums [splits, M, N] in their order, and the bias, into y; launched as in `launch`."""
-        size, n, splits = y.numel(), self.spec.n, self.tile.splits
-        grid = (-(-size // 512), 1, 1)
-        if self.reducer is not None and aligned:
-            self.reducer[grid](parts, bias_or_x, y, size, n, splits, has_bias, 512)
+    def reduce(self, partials: Tensor, bias_or_x: Tensor, y: Tensor, has_bias: bool, aligned: bool) -> None:
+        """Reduce the split-K partials [split_k, M, N] in a fixed order, add the bias, and write y; launched as in `launch`."""
+        size, n, split_k = y.numel(), self.spec.n, self.config.split_k
+        grid = (-(-size // REDUCE_BLOCK), 1, 1)
+        if self.compiled_reduce is not None and aligned:
+            self.compiled_reduce[grid](partials, bias_or_x, y, size, n, split_k, has_bias, REDUCE_BLOCK)
             return
         compiled = device_code().reduce_kernel[grid](
-            parts, bias_or_x, y, size, n, SPLITS=splits, HAS_BIAS=has_bias, BLOCK=512, num_warps=4
+            partials, bias_or_x, y, size, n, SPLIT_K=split_k, HAS_BIAS=has_bias, BLOCK_SIZE=REDUCE_BLOCK, num_warps=4
         )
         if aligned:
-            self.reducer = compiled
+            self.compiled_reduce = compiled
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[Any, ...], LaunchPlan] = {}
 
 
-def plan_of(spec: LinearSpec, m: int, packed: Sequence[Tensor], bias: torch.dtype | None, device: torch.device) -> Plan:
-    """The plan of a layer and M, by the identity of the spec: hashing one takes longer than launching a kernel.
+def launch_plan(
+    spec: LinearSpec, m: int, packed: Sequence[Tensor], bias_dtype: torch.dtype | None, device: torch.device
+) -> LaunchPlan:
+    """The plan of a layer and M, cached by the identity of the spec, since hashing a spec takes longer than a launch.
 
-    bias: its dtype, which a spec leaves open, as it does that of offsets. A plan keeps its spec alive, so that the identity
-    stays its own.
+    The key has the dtypes of bias and offsets too, which a spec leaves open. A plan keeps its spec alive, so that no other object
+    can get its id.
     """
-    rows = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else -(-m // 128) * 128
-    chunks = packed[0].shape[0]
-    key = (id(spec), rows, chunks, packed[3].dtype, bias, device)
+    m_bucket = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else -(-m // 128) * 128
+    k_blocks = packed[0].shape[0]
+    key = (id(spec), m_bucket, k_blocks, packed[3].dtype, bias_dtype, device)
     plan = _plans.get(key)
     if plan is None:
-        tile = choose_tile(rows, spec.n, chunks, layout_of(spec), spec.act_dtype, spec.zero != "none", machine(device))
-        # AMD and Intel have no packed bfloat16 arithmetic to speak of.
-        packed_bfloat = device.type == "cuda" and not torch.version.hip
-        plan = _plans[key] = Plan(spec, tile, chunks, bias is not None, packed_bfloat, machine(device).fma)
+        layout, traits = layout_of(spec), device_traits(device)
+        config = choose_gemm_config(m_bucket, spec.n, k_blocks, layout, spec.act_dtype, spec.zero != "none", traits)
+        has_bf16x2 = device.type == "cuda" and not torch.version.hip  # AMD and Intel have no fast packed bfloat16 arithmetic
+        plan = _plans[key] = LaunchPlan(spec, config, k_blocks, bias_dtype is not None, has_bf16x2, traits.no_mma)
     return plan
 
 
@@ -160,53 +179,60 @@ def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSp
     m = x.shape[0]
     if m == 0:
         return x.new_empty(0, spec.n)
-    if m > fused_limit(x.dtype, layout_of(spec), machine(x.device).fma):
-        return by_panels(x, packed, bias, spec)
-    return fused(x, packed, bias, plan_of(spec, m, packed, None if bias is None else bias.dtype, x.device))
+    if m > max_fused_m(x.dtype, layout_of(spec), device_traits(x.device).no_mma):
+        return dequantize_then_matmul(x, packed, bias, spec)
+    return fused_gemm(x, packed, bias, launch_plan(spec, m, packed, None if bias is None else bias.dtype, x.device))
 
 
-def fused(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, plan: Plan) -> Tensor:
-    """One kernel, and one that adds up where K is split over programs."""
-    codes, scale, zero, offset, side, perm = packed
-    m, n, tile = x.shape[0], plan.spec.n, plan.tile
-    # The interpreter's own rounding to bfloat16 is not to nearest; torch's is.
+def fused_gemm(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, plan: LaunchPlan) -> Tensor:
+    """The fused dequantize-and-MMA kernel, and with split-K the reduction."""
+    codes, scale, zero, offset, aux, perm = packed
+    m, n, config = x.shape[0], plan.spec.n, plan.config
+    # The interpreter does not round bfloat16 to nearest, torch does.
     y = torch.empty(m, n, dtype=torch.float32 if interpreted() else x.dtype, device=x.device)
-    split = tile.splits > 1
-    out = torch.empty(tile.splits, m, n, dtype=torch.float32, device=x.device) if split else y
-    bias_or_x = x if bias is None else bias
+    is_split_k = config.split_k > 1
+    out = torch.empty(config.split_k, m, n, dtype=torch.float32, device=x.device) if is_split_k else y
+    bias_or_x = x if bias is None else bias  # a valid pointer where there is no bias
     aligned = (x.data_ptr() | bias_or_x.data_ptr()) % 16 == 0
     plan.launch(
-        (plan.columns, -(-m // tile.bm), tile.splits), aligned,
-        x, codes, scale, zero, offset, side, perm, bias_or_x, out,
-        m, n, plan.spec.k, plan.shift, plan.chunks, scale.shape[0], plan.per_split,
+        (plan.grid_n, -(-m // config.tile_m), config.split_k), aligned,
+        x, codes, scale, zero, offset, aux, perm, bias_or_x, out,
+        m, n, plan.spec.k, plan.k_offset, plan.k_blocks, scale.shape[0], plan.k_blocks_per_split,
     )  # fmt: skip
-    if split:
+    if is_split_k:
         plan.reduce(out, bias_or_x, y, bias is not None, aligned)
     return y.to(x.dtype) if y.dtype != x.dtype else y
 
 
-def by_panels(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-    """Dequantize as many rows of W as the scratch holds, multiply, and go on with the next."""
-    codes, scale, zero, offset, side, perm = packed
-    layout = layout_of(spec)
-    k, shift = spec.k, layout.shift
-    if perm.numel():  # packed column order, padding and all: x follows it
-        x = torch.nn.functional.pad(x, (0, 1)).index_select(1, perm)
-        k, shift = perm.numel(), 0
-    rows = max(256, PANEL_ELEMENTS // k // 256 * 256)
-    panel = torch.empty(min(rows, spec.n), k, dtype=torch.float32 if interpreted() else x.dtype, device=x.device)
+def dequantize_then_matmul(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    """Dequantize a panel of rows of W into scratch, multiply it with torch's matmul, and go on with the next panel."""
+    perm = packed[5]
+    k, k_offset = spec.k, layout_of(spec).k_offset
+    if perm.numel():  # gather x into packed column order, padding included
+        x = pad(x, (0, 1)).index_select(1, perm)
+        k, k_offset = perm.numel(), 0
+    panel_rows = max(256, PANEL_ELEMENTS // k // 256 * 256)
+    scratch_dtype = torch.float32 if interpreted() else x.dtype
+    panel = torch.empty(min(panel_rows, spec.n), k, dtype=scratch_dtype, device=x.device)
     y = x.new_empty(x.shape[0], spec.n)
-    block = 32
-    for r in range(0, spec.n, rows):
-        stop = min(r + rows, spec.n)
-        device_code().dequantize_kernel[(-(-(stop - r) // block), codes.shape[0])](
-            codes, scale, zero, offset, side, panel, spec.n, k, shift, r, stop, scale.shape[0],
-            F=format_of(spec, packed_bfloat=False, panel=True), GROUP=layout.group, SPAN=layout.span,
-            HAS_ZERO=spec.zero == "int", HAS_OFFSET=spec.zero == "float", BN=block, num_warps=4,
-        )  # fmt: skip
-        w = panel[: stop - r].to(x.dtype).t()
+    for start in range(0, spec.n, panel_rows):
+        stop = min(start + panel_rows, spec.n)
+        _dequantize_rows(packed, panel, start, stop, k_offset, spec)
+        w = panel[: stop - start].to(x.dtype).t()
         if bias is None:
-            torch.mm(x, w, out=y[:, r:stop])
+            torch.mm(x, w, out=y[:, start:stop])
         else:
-            torch.addmm(bias[r:stop], x, w, out=y[:, r:stop])
+            torch.addmm(bias[start:stop], x, w, out=y[:, start:stop])
     return y
+
+
+def _dequantize_rows(packed: Sequence[Tensor], panel: Tensor, start: int, stop: int, k_offset: int, spec: LinearSpec) -> None:
+    """Rows [start, stop) of W into panel [rows, K]; column k of the panel is packed column k_offset + k."""
+    codes, scale, zero, offset, aux, _perm = packed
+    layout = layout_of(spec)
+    device_code().dequantize_kernel[(-(-(stop - start) // PANEL_TILE_N), codes.shape[0])](
+        codes, scale, zero, offset, aux, panel, spec.n, panel.shape[1], k_offset, start, stop, scale.shape[0],
+        FMT=code_format(spec, has_bf16x2=False, to_panel=True), SCALE_BLOCK_K=layout.scale_block_k,
+        PROMOTE_K=layout.promote_k, HAS_ZERO=spec.zero == "int", HAS_OFFSET=spec.zero == "float",
+        BLOCK_SIZE_N=PANEL_TILE_N, num_warps=4,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""TritonMinifloatLinearKernel: FP4, FP6 and FP8 weights with 16- or 32-bit inputs, on any GPU that Triton knows."""
+"""TritonMinifloatLinearKernel: weight-only GEMM of FP4, FP6 and FP8 weights with 16- or 32-bit inputs, on any GPU of Triton's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _WEIGHTS = ("float4_e2m1", "float6_e2m3", "float6_e3m2", "float8_e4m3fn", "float
 
 
 class TritonMinifloatLinearKernel(TritonWeightOnlyKernel):
-    """MXFP4, MXFP6, MXFP8, NVFP4 and FP8 per tensor, row and block, weight-only.
+    """MXFP4, MXFP6, MXFP8, NVFP4 and FP8 per tensor, channel and block, weight-only.
 
-    One-byte scales of 16 and 32 columns stay bytes in memory and multiply the numbers: E2M1 times E4M3, or anything times a
-    power of two, is exact in 16 bits. Other scales multiply float32 sums. 6-bit codes are stored as the E4M3 codes of the same
-    values, in 8 bits. A row with a code for NaN or infinity gives NaN.
+    One-byte block scales of 16 and 32 columns stay bytes in memory and multiply the dequantized weights in registers: E2M1 times
+    E4M3, or anything times a power of two, is exact in 16 bits. Other scales multiply float32 accumulators. 6-bit codes are
+    stored as the E4M3 codes of the same values. A row with a code of NaN or infinity gives NaN.
     """
 
     measured = ("sm90",)
@@ -21,11 +21,11 @@ class TritonMinifloatLinearKernel(TritonWeightOnlyKernel):
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """Weight-only floats of 4, 6 and 8 bits: every shape, block, scale dtype, column order and cut."""
+        """Weight-only floats of 4, 6 and 8 bits: every shape, scale block, scale dtype, act-order and shard."""
         if not (verdict := super().can_implement(spec)):
             return verdict
         if spec.weight.name not in _WEIGHTS:
             return no(f"weight type {spec.weight} is not a float with a sign", ", ".join(_WEIGHTS))
         if spec.zero != "none":
-            return no(f"floats with {'zero points' if spec.zero == 'int' else 'offsets'}", "a scale alone")
+            return no(f"floats with {'zero points' if spec.zero == 'int' else 'offsets'}", "symmetric weights")
         return YES

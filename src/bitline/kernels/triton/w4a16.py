@@ -1,4 +1,4 @@
-"""TritonW4A16LinearKernel: integers of 1 to 8 bits and tables of up to 16 values, inputs of 16 or 32 bits, on Triton's GPUs."""
+"""TritonW4A16LinearKernel: weight-only GEMM of integers of 1 to 8 bits and 16-entry LUT types, with 16- or 32-bit inputs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bitline.kernels.base import Kernel, Packed, matmul_rate
-from bitline.kernels.providers import common
+from bitline.kernels.providers.common import triton_available
 from bitline.kernels.triton import layout
-from bitline.kernels.triton.heuristics import fused_limit
+from bitline.kernels.triton.heuristics import max_fused_m
 from bitline.kernels.triton.launch import run
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
@@ -17,10 +17,10 @@ from bitline.weight import QuantizedWeight
 
 
 class TritonWeightOnlyKernel(Kernel):
-    """What the weight-only Triton kernels share: everything but which weights they take.
+    """Base of the weight-only Triton kernels; subclasses say which weights they take.
 
-    Codes go into the matrix instruction as exact 16-bit numbers. Up to `fused_limit` rows one kernel does it all; above,
-    panels of the weight are dequantized to scratch and torch multiplies.
+    Codes enter the MMA as exact 16-bit numbers. Up to `max_fused_m` one fused kernel runs; above, panels of the weight are
+    dequantized to scratch and multiplied by torch's matmul.
     """
 
     platforms = ("cuda", "rocm", "xpu", "cpu")
@@ -32,15 +32,14 @@ class TritonWeightOnlyKernel(Kernel):
         """Triton, and a device for it: NVIDIA from sm75, AMD, Intel, or its interpreter on a CPU."""
         if platform.vendor == "cuda" and platform.capability < 75:
             return no(f"{platform.arch} is older than Triton supports", "sm75 or newer")
-        return common.triton(platform)
+        return triton_available(platform)
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """Inputs of 16 or 32 bits."""
+        """Weight-only schemes."""
         if spec.act is not None:
-            return no(
-                f"the input is to be quantized ({spec.act}); this kernel is weight-only", "a weight-only scheme, such as W4A16"
-            )
+            return no(f"the scheme quantizes activations ({spec.act}); this kernel is weight-only",
+                      "a weight-only scheme, such as W4A16")  # fmt: skip
         return YES
 
     @classmethod
@@ -55,60 +54,59 @@ class TritonWeightOnlyKernel(Kernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """A roofline with the shares of bandwidth and of matrix rate that 4-bit integers were measured to reach on an H200."""
+        """A roofline with the fractions of bandwidth and of the MMA rate measured for 4-bit integers on an H200."""
         if platform.vendor == "cpu":
             return 1.0  # the interpreter is for tests
-        rates, fma = platform.rates, platform.vendor == "cuda" and platform.capability < 80
+        rates, no_mma = platform.rates, platform.vendor == "cuda" and platform.capability < 80
         size = cls.packed_bytes(spec) + m * (spec.n + spec.k) * spec.act_dtype.itemsize
         flops, rate = 2.0 * m * spec.n * spec.k, matmul_rate(spec, platform)
-        if m > fused_limit(spec.act_dtype, layout.layout_of(spec), fma):
+        if m > max_fused_m(spec.act_dtype, layout.layout_of(spec), no_mma):
             scratch = spec.act_dtype.itemsize * spec.n * spec.k
-            product = max(flops / (0.87 * rate), scratch / (0.85 * rates.bandwidth))
-            return cls._dequantizing(spec) * (size + scratch) / (0.8 * rates.bandwidth) + product + 2 * rates.launch
-        tile = 2.0 * (1 << (m - 1).bit_length()) * spec.n * spec.k  # rows of a tile are a power of two
-        once = max(size / (0.7 * rates.bandwidth), tile / (0.43 * (rates.fp32 if fma else rate)))
-        return cls._decoding(spec) * once + 1.5 * rates.launch
+            matmul = max(flops / (0.87 * rate), scratch / (0.85 * rates.bandwidth))
+            return cls._panel_factor(spec) * (size + scratch) / (0.8 * rates.bandwidth) + matmul + 2 * rates.launch
+        padded_flops = 2.0 * (1 << (m - 1).bit_length()) * spec.n * spec.k  # tile_m is a power of two
+        gemm = max(size / (0.7 * rates.bandwidth), padded_flops / (0.43 * (rates.fp32 if no_mma else rate)))
+        return cls._fused_factor(spec) * gemm + 1.5 * rates.launch
 
     @classmethod
-    def _decoding(cls, spec: LinearSpec) -> float:
-        """How many times longer than 4-bit integers its codes take."""
+    def _fused_factor(cls, spec: LinearSpec) -> float:
+        """The fused kernel's time relative to 4-bit integers."""
         return 1.0
 
     @classmethod
-    def _dequantizing(cls, spec: LinearSpec) -> float:
-        """How many times longer than 4-bit integers its panels take to make."""
+    def _panel_factor(cls, spec: LinearSpec) -> float:
+        """The time to dequantize panels relative to 4-bit integers."""
         return 1.0
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
-        """Bytes of the packed tensors; of groups that are no multiple of 32 columns, the least that they can take."""
+        """Bytes of the packed tensors; a lower bound for groups that are not a multiple of 32 columns."""
         return layout.packed_bytes(spec)
 
 
 class TritonW4A16LinearKernel(TritonWeightOnlyKernel):
-    """Integer codes go into the matrix instruction as they are, a table's values rounded to the input's dtype; scales are applied
-    to float32 sums. So no integer weight is rounded.
+    """Integer codes enter the MMA as integers, LUT values rounded to the input's dtype; scales multiply float32 accumulators.
 
-    Codes of 3, 5 and 6 bits are packed as their low 2 or 4 bits and the rest; of 1 and 7 bits, and of tables of 8, in fields of
-    2, 8 and 4.
+    So no integer weight is rounded. Codes of 3, 5 and 6 bits are packed as their low 2 or 4 bits and a plane of high bits; codes
+    of 1 and 7 bits, and of 8-entry LUTs, in fields of 2, 8 and 4 bits.
     """
 
     families = ("mp",)
     measured = ("sm90",)
 
     @classmethod
-    def _decoding(cls, spec: LinearSpec) -> float:
+    def _fused_factor(cls, spec: LinearSpec) -> float:
         """As measured on an H200, at 4096x4096 and 28672x4096."""
         return 2.6 if spec.weight.kind == "table" else 2.0 if spec.weight.bits == 3 else 1.0
 
     @classmethod
-    def _dequantizing(cls, spec: LinearSpec) -> float:
+    def _panel_factor(cls, spec: LinearSpec) -> float:
         """As measured on an H200, at 4096x4096 and 28672x4096."""
         return 2.4 if spec.weight.kind == "table" else 1.25 if spec.weight.bits == 3 else 1.0
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """Weight-only integers and tables: every shape, group size, zero point, offset, column order and cut."""
+        """Weight-only integers and LUT types: every shape, group size, zero point, offset, act-order and shard."""
         if not (verdict := super().can_implement(spec)):
             return verdict
         kind = spec.weight

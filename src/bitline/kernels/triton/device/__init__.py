@@ -1,1 +1,1 @@
-"""Device code of the portable Triton kernels. Only this folder imports Triton."""
+"""Device code of the portable Triton kernels. Only modules of this folder import Triton at the top."""

@@ -1,4 +1,4 @@
-"""Run by test_cpu_providers.py in a process that has auto-round-lib on its path."""
+"""The real auto-round-lib. Run by test_cpu_providers.py in a process with the package on its path."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from bitline.testing.generators import inputs, random_weight
 from bitline.types import LinearSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from product import FORMATS, check_product
+from layer_grid import FORMATS, check_grid
 
 HERE = Platform.detect("cpu")
 W4 = LinearSpec(64, 256, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
@@ -37,17 +37,17 @@ def test_the_library_is_loaded():
 
 
 def test_conforms():
-    """Also proof that no weight gives another one's outputs: the suite packs and frees many at the same addresses."""
+    """Also proves that no weight gives another one's outputs: the suite packs and frees many at the same addresses."""
     report = check_kernel(ArkWNA16LinearKernel, SPECS)
     assert len(report.passed) == len(SPECS), report.refused
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_layer_of_the_product_that_is_accepted(name):
-    check_product(name, [(ArkWNA16LinearKernel, HERE), (ArkInt8WNA16LinearKernel, HERE)])
+def test_every_accepted_layer_of_the_grid(name):
+    check_grid(name, [(ArkWNA16LinearKernel, HERE), (ArkInt8WNA16LinearKernel, HERE)])
 
 
-def test_eight_bit_inputs_are_close_and_by_name_alone():
+def test_int8_activations_are_close_and_by_name_alone():
     weight = random_weight(W4, 3)
     packed = list(ArkInt8WNA16LinearKernel.pack(weight).values())
     for m in (0, 1, 2, 17, 65):
@@ -58,23 +58,23 @@ def test_eight_bit_inputs_are_close_and_by_name_alone():
     assert best == "ArkInt8WNA16LinearKernel" != bitline.choose(W4, HERE, Policy()).best.name
 
 
-def words(fields):
-    """uint8 [R, C] to int32 [R, C / 8], the first in the low bits."""
+def pack_int32(fields):
+    """uint8 [R, C] of 4-bit fields to int32 [R, C / 8], the first in the low bits."""
     return (fields.long().view(fields.shape[0], -1, 8) << (4 * torch.arange(8))).sum(2).to(torch.int32)
 
 
 @pytest.mark.parametrize("awq", [False, True])
 @pytest.mark.parametrize("sym", [False, True])
-def test_a_layer_of_the_fields_method(awq, sym):
-    """GPTQ v1 stores a zero point less one."""
+def test_a_layer_through_vllms_method(awq, sym):
+    """GPTQ v1 stores zero points minus one."""
     weight = random_weight(W4 if sym else U4, 5)
     method, layer = INCARKLinearMethod(INCLayerConfig(4, 128, sym, awq)), torch.nn.Module()
     method.create_weights(layer, 256, [32, 32], 256, 64, torch.bfloat16)
-    layer.qweight.data.copy_(pack_codes.pack_awq(weight.codes, 256) if awq else words(weight.unpacked()).t())
+    layer.qweight.data.copy_(pack_codes.pack_awq(weight.codes, 256) if awq else pack_int32(weight.unpacked()).t())
     layer.scales.data.copy_(weight.scale.t())
     if not sym:
         fields = weight.zero.t().contiguous()
-        layer.qzeros.data.copy_(words(pack_codes.awq_interleave(fields) if awq else (fields - 1) & 15))
+        layer.qzeros.data.copy_(pack_int32(pack_codes.awq_interleave(fields) if awq else (fields - 1) & 15))
     method.process_weights_after_loading(layer)
     x = inputs(5, weight.spec)
     expected = x.float() @ weight.dequantize().T

@@ -1,7 +1,7 @@
-"""Run by test_humming.py in a process that has humming-kernels on its path: what the wheel itself makes of every layer taken.
+"""The real humming-kernels wheel on every accepted layer. Run by test_humming.py in a process with it on its path.
 
-Its description of a layer, its compatibility check and its choice of tiles are plain Python, which asks a GPU for its properties
-alone: here they are those of several architectures. Nothing is compiled.
+Its layer config, compatibility check and tile heuristics are plain Python that asks a GPU only for its properties; here these are
+faked for several architectures. Nothing is compiled.
 """
 
 import sys
@@ -27,8 +27,8 @@ class Rates(dict):
         return True
 
 
-def pretend(sm):
-    """A GPU of that architecture, with an H200's figures."""
+def fake_device(sm):
+    """A GPU of that architecture with an H200's properties."""
     device.current_device._value = SimpleNamespace(
         index=0, name="NVIDIA H200", is_ppu=False, sm_count=132, max_threads_per_block=1024, max_threads_per_sm=2048,
         max_registers_per_sm=65536, sm_major=sm // 10, sm_minor=sm % 10, sm_version=sm, l2_cache_size=50 << 20,
@@ -41,7 +41,7 @@ def pretend(sm):
 LAYERS = [
     (kernel, spec, sm)
     for kernel, _, specs in CASES for spec in specs for sm in (75, 90, 120)
-    if sm >= kernel.least_capability and (sm >= 80 or spec.act_dtype == torch.float16)
+    if sm >= kernel.min_capability and (sm >= 80 or spec.act_dtype == torch.float16)
 ]  # fmt: skip
 
 
@@ -52,12 +52,12 @@ def schema_of(config):
 
 
 @pytest.mark.parametrize("kernel", dict.fromkeys(kernel for kernel, _, _ in LAYERS))
-def test_every_layer_taken_has_tiles(kernel):
+def test_every_accepted_layer_has_tiles(kernel):
     for _, spec, sm in (layer for layer in LAYERS if layer[0] is kernel):
-        pretend(sm)
-        adapter._config.cache_clear()
-        config = adapter._config(kernel.form(spec), spec, torch.device("cuda", 0))
-        tensors = adapter._tensors(random_weight(spec, 1), kernel.form(spec))
+        fake_device(sm)
+        adapter._layer_config.cache_clear()
+        config = adapter._layer_config(kernel.humming_scheme(spec), spec, torch.device("cuda", 0))
+        tensors = adapter._tensors(random_weight(spec, 1), kernel.humming_scheme(spec))
         schema_of(config).validate_tensors(tensors, config.shape_n, config.shape_k, config.param_dtype)
         assert is_humming_schema_compatible(HummingInputSchema(a_dtype=config.a_dtype), schema_of(config), spec.act_dtype)
         for m in (1, 7, 17, 65, 256, 4096):

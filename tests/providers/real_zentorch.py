@@ -1,4 +1,4 @@
-"""Run by test_cpu_providers.py in a process that has zentorch on its path."""
+"""The real zentorch. Run by test_cpu_providers.py in a process with the package on its path."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 import bitline
 from bitline import Platform, bitstream, types
 from bitline.act_quant import exact_div
-from bitline.kernels import linear as field
+from bitline.kernels import linear as vllm
 from bitline.kernels.providers.zentorch import ZentorchInt8ScaledMMLinearKernel, ZentorchWNA16LinearKernel
 from bitline.select import Policy
 from bitline.testing import check, inputs, random_weight
@@ -17,7 +17,7 @@ from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from product import FORMATS, check_product
+from layer_grid import FORMATS, check_grid
 
 HERE = Platform.detect("cpu")
 zen = pytest.mark.skipif("zen" not in HERE.features, reason="zentorch is for AMD Zen CPUs")
@@ -36,15 +36,15 @@ W8A8 = LinearSpec(33, 77, types.int8, (1, 77), scale_dtype=torch.bfloat16, act=A
 
 @zen
 def test_w4a16_conforms():
-    """Also proof that no weight gives another one's outputs: the suite packs and frees many at the same addresses."""
+    """Also proves that no weight gives another one's outputs: the suite packs and frees many at the same addresses."""
     report = check_kernel(ZentorchWNA16LinearKernel, W4S)
     assert len(report.passed) == len(W4S), report.refused
 
 
 @zen
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_layer_of_the_product_that_is_accepted(name):
-    check_product(name, [(ZentorchWNA16LinearKernel, HERE), (ZentorchInt8ScaledMMLinearKernel, HERE)])
+def test_every_accepted_layer_of_the_grid(name):
+    check_grid(name, [(ZentorchWNA16LinearKernel, HERE), (ZentorchInt8ScaledMMLinearKernel, HERE)])
 
 
 @zen
@@ -70,25 +70,25 @@ def test_an_inexact_kernel_runs_only_where_it_is_asked_for():
 
 
 def ct_layer(weight, group):
-    """A compressed-tensors layer, packed along K, and the config that announces it."""
+    """A compressed-tensors layer, packed along K, and its config."""
     spec = weight.spec
-    config = field.MPLinearLayerConfig((spec.k, spec.n), (spec.k, spec.n), spec.weight, torch.bfloat16, group, spec.zero == "int",
+    config = vllm.MPLinearLayerConfig((spec.k, spec.n), (spec.k, spec.n), spec.weight, torch.bfloat16, group, spec.zero == "int",
                                        False)  # fmt: skip
     layer = torch.nn.Module()
-    layer.weight_packed = field.PackedParameter(weight.codes.view(torch.int32).clone(), packed_dim=1, packed_factor=8)
-    layer.weight_scale = field.GroupScaleParameter(weight.scale.clone(), group)
+    layer.weight_packed = vllm.PackedParameter(weight.codes.view(torch.int32).clone(), packed_dim=1, packed_factor=8)
+    layer.weight_scale = vllm.GroupScaleParameter(weight.scale.clone(), group)
     if weight.zero is not None:
         packed = bitstream.pack(weight.zero.t().contiguous(), 4).view(torch.int32).t().contiguous()
-        layer.weight_zero_point = field.PackedParameter(packed, packed_dim=0, packed_factor=8)
+        layer.weight_zero_point = vllm.PackedParameter(packed, packed_dim=0, packed_factor=8)
     return layer, config
 
 
 @zen
 @pytest.mark.parametrize("spec", [W4, W4.replace(weight=types.uint4, zero="int")])
-def test_a_layer_of_the_field_is_processed_once_and_its_originals_are_freed(spec):
+def test_a_vllm_layer_is_processed_once_and_its_parameters_are_freed(spec):
     weight, x = random_weight(spec, 1), inputs(3, spec)
     layer, config = ct_layer(weight, 128)
-    kernel = field.ZentorchWNA16LinearKernel(config)
+    kernel = vllm.ZentorchWNA16LinearKernel(config)
     kernel.process_weights_after_loading(layer)
     assert layer._bitline_kernel == "ZentorchWNA16LinearKernel" and layer.weight_packed.numel() == layer.weight_scale.numel() == 0
     before = [getattr(layer, name) for name in layer._bitline_names]
@@ -98,23 +98,23 @@ def test_a_layer_of_the_field_is_processed_once_and_its_originals_are_freed(spec
 
 
 @zen
-def test_a_layer_that_it_cannot_do_is_left_to_the_cpu_kernel_untouched():
-    """Scales turn out to be of float16, which zentorch would round."""
+def test_a_refused_layer_goes_to_the_cpu_kernel_with_its_parameters_unchanged():
+    """Its scales are float16, which zentorch would round."""
     weight, x = random_weight(W4.replace(scale_dtype=torch.float16), 1), inputs(3, W4)
     layer, config = ct_layer(weight, 128)
-    kernel = field.ZentorchWNA16LinearKernel(config)
+    kernel = vllm.ZentorchWNA16LinearKernel(config)
     kept = {name: p.data.clone() for name, p in layer.named_parameters()}
     kernel.process_weights_after_loading(layer)
     assert layer._bitline_kernel == "CPUWNA16LinearKernel"
     assert all(torch.equal(p.data, kept[name]) for name, p in layer.named_parameters())
     check(kernel.apply_weights(layer, x), x, weight)
-    ordered = field.MPLinearLayerConfig((256, 64), (256, 64), types.uint4b8, torch.bfloat16, 128, False, True)
+    ordered = vllm.MPLinearLayerConfig((256, 64), (256, 64), types.uint4b8, torch.bfloat16, 128, False, True)
     with pytest.raises(ValueError, match="another order"):
-        field.ZentorchWNA16LinearKernel(ordered)
+        vllm.ZentorchWNA16LinearKernel(ordered)
 
 
 @zen
-def test_what_it_refuses_falls_to_bitlines_own():
+def test_refused_layers_fall_back_to_bitlines_kernels():
     for spec in (W4.replace(act_order=True), W4.replace(k=200), W4.replace(weight=types.uint8b128)):
         choice = bitline.choose(spec, HERE, Policy(backend="zentorch", strict=False))
         assert choice.best.name == bitline.choose(spec, HERE, Policy()).best.name and "zentorch" in choice.note

@@ -1,4 +1,4 @@
-"""Kernels that are another one under a name of the field's: what they take, and that they compute with the other's code."""
+"""Kernels under vLLM's names that run other code: what they take, and whose code runs."""
 
 import pytest
 import torch
@@ -22,28 +22,33 @@ NV = LinearSpec(64, 256, types.float4_e2m1, (1, 16), scale_dtype=E4M3, scale2_bl
 MX4 = LinearSpec(64, 256, types.float4_e2m1, (1, 32), scale_dtype=E8M0)
 MX8 = MX4.replace(weight=types.float8_e4m3fn)
 FP8 = MX8.replace(block=(1, 256), scale_dtype=torch.float32)
-OF = {MarlinNvFp4LinearKernel: NV, MarlinMxFp4LinearKernel: MX4, MarlinMxfp8LinearKernel: MX8, MarlinFP8ScaledMMLinearKernel: FP8}
+SPECS = {
+    MarlinNvFp4LinearKernel: NV,
+    MarlinMxFp4LinearKernel: MX4,
+    MarlinMxfp8LinearKernel: MX8,
+    MarlinFP8ScaledMMLinearKernel: FP8,
+}
 
 
-@pytest.mark.parametrize("kernel", OF)
+@pytest.mark.parametrize("kernel", SPECS)
 def test_marlin(kernel):
-    assert [bool(kernel.can_implement(spec)) for spec in OF.values()] == [k is kernel for k in OF]
+    assert [bool(kernel.can_implement(spec)) for spec in SPECS.values()] == [k is kernel for k in SPECS]
     act = ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3")
-    refused = kernel.can_implement(OF[kernel].replace(act=act))
-    assert not refused and "16-bit inputs" in refused.reason
+    refused = kernel.can_implement(SPECS[kernel].replace(act=act))
+    assert not refused and "16-bit activations" in refused.reason
     assert not kernel.is_supported(Platform.parse("cuda:sm70")) and "cuda" in kernel.platforms
 
 
-def test_marlin_is_hoppers_kernel_where_that_does_the_layer_and_the_portable_one_elsewhere():
-    hopper, older = Platform.parse("cuda:sm90"), Platform.parse("cuda:sm80")
-    for kernel, spec in OF.items():
-        assert kernel.is_supported(older) and kernel.is_supported(hopper)
-        assert weight_only.on(spec, older) is TritonMinifloatLinearKernel
-        assert kernel.cost(spec, older, 1) == TritonMinifloatLinearKernel.cost(spec, older, 1)
+def test_marlin_runs_the_hopper_kernel_where_it_takes_the_layer_and_the_portable_one_elsewhere():
+    hopper, ampere = Platform.parse("cuda:sm90"), Platform.parse("cuda:sm80")
+    for kernel, spec in SPECS.items():
+        assert kernel.is_supported(ampere) and kernel.is_supported(hopper)
+        assert weight_only.kernel_for_platform(spec, ampere) is TritonMinifloatLinearKernel
+        assert kernel.cost(spec, ampere, 1) == TritonMinifloatLinearKernel.cost(spec, ampere, 1)
         if GluonHopperLinearKernel.is_supported(hopper):
-            assert weight_only.on(spec, hopper) is GluonHopperLinearKernel
+            assert weight_only.kernel_for_platform(spec, hopper) is GluonHopperLinearKernel
             assert kernel.cost(spec, hopper, 1) == GluonHopperLinearKernel.cost(spec, hopper, 1)
-    assert weight_only.on(NV.replace(act_dtype=torch.float32), hopper) is TritonMinifloatLinearKernel
+    assert weight_only.kernel_for_platform(NV.replace(act_dtype=torch.float32), hopper) is TritonMinifloatLinearKernel
     blocks = FP8.replace(n=300, block=(128, 128))
     assert MarlinFP8ScaledMMLinearKernel.can_implement(blocks)
 

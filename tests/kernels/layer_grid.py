@@ -1,5 +1,7 @@
-"""Formats times orders of columns and cuts, input schemes, dtypes and shapes: every layer that this product has, and one run of
-every kernel that accepts it against the exact product."""
+"""The layer grid: the cross product of weight formats, column orders and shards, activation schemes, dtypes and shapes.
+
+`check_grid` runs every kernel on every layer of the grid that it accepts, against an exact float64 GEMM.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from bitline.types import ActSpec, LinearSpec, Verdict, no
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 LIKE_INPUT = None  # 16-bit scales in the input's dtype
-WHOLE, ROW = 1 << 20, 1 << 20  # of a block: all rows, all columns; a spec cuts them to size
+WHOLE, ROW = 1 << 20, 1 << 20  # of a scale block: all rows, all columns; clipped to the layer's shape
 
-# name: (weight type, zero, scale block, scale dtype, block of a second scale); what the readers make of checkpoints.
+# name: (weight type, zero, scale block, scale dtype, block of a second-level scale), as the readers produce them.
 FORMATS = {
     "gptq g32": (t.uint4b8, "none", (1, 32), LIKE_INPUT, None), "gptq g128": (t.uint4b8, "none", (1, 128), LIKE_INPUT, None),
     "gptq row": (t.uint4b8, "none", (1, ROW), LIKE_INPUT, None), "gptq f32": (t.uint4b8, "none", (1, 64), F32, None),
@@ -43,7 +45,7 @@ FORMATS = {
     "mxfp8": (t.float8_e4m3fn, "none", (1, 32), E8M0, None), "mxfp6": (t.float6_e3m2, "none", (1, 32), E8M0, None),
     "mxfp4": (t.float4_e2m1, "none", (1, 32), E8M0, None), "nvfp4": (t.float4_e2m1, "none", (1, 16), E4M3, (WHOLE, ROW)),
 }  # fmt: skip
-ORDERS = {"": {}, "act-order": {"act_order": True}, "ragged": {"ragged": True}, "cut": {"block_offset": (3, 5)}}
+ORDERS = {"": {}, "act-order": {"act_order": True}, "ragged": {"ragged": True}, "shard": {"block_offset": (3, 5)}}
 ACTS = (
     None, ActSpec(t.int8), ActSpec(t.int8, True, "token", 0, False), ActSpec(t.int8, True, "tensor"),
     ActSpec(t.int8, False, "tensor"), ActSpec(t.int8, False, "tensor", 0, False), ActSpec(t.int8, True, "group", 32),
@@ -51,62 +53,65 @@ ACTS = (
     ActSpec(t.float8_e4m3fn, True, "group", 32, scale="e8m0"), ActSpec(t.float4_e2m1, True, "group", 32, scale="e8m0"),
     ActSpec(t.float4_e2m1, True, "group", 16, scale="e4m3"),
 )  # fmt: skip
-SHAPES = ((64, 256), (33, 200), (7, 77))  # round; of a group and a half; of no multiple
-ROWS = (1, 6)
+SHAPES = ((64, 256), (33, 200), (7, 77))  # whole groups; a partial group; multiples of nothing
+M = (1, 6)
 
 
 def layers(name: str) -> Iterator[LinearSpec]:
-    """Every layer of a format. A bias comes with every other one."""
-    weight, zero, (rows, columns), scale, second = FORMATS[name]
-    product = itertools.product(ORDERS.values(), ACTS, (BF16, F16, F32), SHAPES)
-    for i, (order, act, dtype, (n, k)) in enumerate(product):
+    """Every layer of a format; every other one has a bias."""
+    weight, zero, (rows, columns), scale, second_level = FORMATS[name]
+    grid = itertools.product(ORDERS.values(), ACTS, (BF16, F16, F32), SHAPES)
+    for i, (order, act, dtype, (n, k)) in enumerate(grid):
         block = min(rows, n), min(columns, k)
         offset = order.get("block_offset", (0, 0))
         inside = offset[0] % block[0] if block[0] < n else 0, offset[1] % block[1] if block[1] < k else 0
         if order and "block_offset" in order and not any(inside):
-            continue  # a cut where a scale is shared by all is none
-        two = None if second is None else (min(second[0], n), min(second[1], k))
-        if two is not None and ("ragged" in order or "block_offset" in order):
-            continue  # readers and cuts give these layers whole blocks
+            continue  # without scale blocks along a side, a shard has no offset
+        scale2_block = None if second_level is None else (min(second_level[0], n), min(second_level[1], k))
+        if scale2_block is not None and ("ragged" in order or "block_offset" in order):
+            continue  # readers and shards give these layers whole blocks only
         yield LinearSpec(
-            n, k, weight, block, inside, scale or (dtype if dtype != F32 else BF16), zero, two, "act_order" in order,
-            "ragged" in order, act, dtype, bool(i % 2),
+            n, k, weight, block, inside, scale or (dtype if dtype != F32 else BF16), zero, scale2_block,
+            "act_order" in order, "ragged" in order, act, dtype, bool(i % 2),
         )  # fmt: skip
 
 
 def accepts(kernel: type[Kernel], spec: LinearSpec) -> Verdict:
-    """As selection asks: the input's dtype first."""
+    """As selection asks a kernel: its input dtypes, then `can_implement`."""
     if spec.act_dtype not in kernel.act_dtypes:
         return no(f"input dtype {spec.act_dtype}", "another")
     return verdict_of(kernel.can_implement, spec)
 
 
-def check_product(name: str, kernels: Iterable[tuple[type[Kernel], Platform | str]]) -> dict[str, int]:
-    """Runs all that is accepted, and gives how many layers each kernel took. An AssertionError lists what went wrong: an output
-    that is too far off, a crash after a yes, a refusal without its reason and a way out, a cost that is no time."""
+def check_grid(name: str, kernels: Iterable[tuple[type[Kernel], Platform | str]]) -> dict[str, int]:
+    """Run every (kernel, platform) on every layer of a format that it accepts; returns the number of layers per kernel name.
+
+    An AssertionError lists the failures: an output that is too far off, an exception after acceptance, a refusal without a
+    reason, a cost that is not positive.
+    """
     taken: dict[str, int] = {}
     wrong: list[str] = []
-    places = [(k, Platform.parse(p) if isinstance(p, str) else p) for k, p in kernels]
+    pairs = [(k, Platform.parse(p) if isinstance(p, str) else p) for k, p in kernels]
     for seed, spec in enumerate(layers(name)):
         able = []
-        for kernel, place in places:
+        for kernel, platform in pairs:
             verdict = accepts(kernel, spec)
             if verdict:
-                able.append((kernel, place))
+                able.append((kernel, platform))
             elif not verdict.reason:
                 wrong.append(f"{kernel.__name__} refuses {spec.key} without a reason")
         if not able:
             continue
         weight = random_weight(spec, seed)
         bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
-        xs = [inputs(m, spec, seed + m) for m in ROWS]
+        xs = [inputs(m, spec, seed + m) for m in M]
         exact = [reference64(x, weight) for x in xs]
-        # The yardstick is torch's error on many rows: the largest of a few numbers alone says little, in float32 above all.
+        # The tolerance is a multiple of torch's error; for float32 at large M, since the largest error of few outputs varies.
         x = inputs(33, spec, seed) if spec.act_dtype == F32 else xs[-1]
-        many = reference64(x, weight) if spec.act_dtype == F32 else exact[-1]
-        error = float((torch_linear(x, weight).double() - many).abs().max())
-        allowed = FACTOR * error + torch.finfo(spec.act_dtype).eps * float(many.abs().max())
-        for kernel, place in able:
+        expected = reference64(x, weight) if spec.act_dtype == F32 else exact[-1]
+        error = float((torch_linear(x, weight).double() - expected).abs().max())
+        allowed = FACTOR * error + torch.finfo(spec.act_dtype).eps * float(expected.abs().max())
+        for kernel, platform in able:
             taken[kernel.__name__] = taken.get(kernel.__name__, 0) + 1
             try:
                 with poison():
@@ -115,7 +120,7 @@ def check_product(name: str, kernels: Iterable[tuple[type[Kernel], Platform | st
             except Exception as error:
                 wrong.append(f"{kernel.__name__} accepts {spec.key} and raises {type(error).__name__}: {error}")
                 continue
-            if not kernel.cost(spec, place, 1) > 0:
+            if not kernel.cost(spec, platform, 1) > 0:
                 wrong.append(f"{kernel.__name__}: no cost for {spec.key}")
             for out, e in zip(outs, exact, strict=True):
                 off = float((out.double() - e).abs().nan_to_num(torch.inf).max())

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from interpreter import inside, run_inside
+from interpreter import needs_interpreter, run_interpreted
 
 import bitline
 from bitline import Platform, types
 from bitline.act_quant import fake_quantize
 from bitline.kernels.triton_fake_quant import TritonFakeQuantLinearKernel as Kernel
-from bitline.kernels.triton_fake_quant import read_back, rounding
+from bitline.kernels.triton_fake_quant import fake_quant_config, fake_quantize_fused
 from bitline.select import Policy
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
@@ -45,20 +45,20 @@ SCHEMES = [
 
 
 def test_under_the_interpreter():
-    run_inside(__file__)
+    run_interpreted(__file__)
 
 
-@inside
+@needs_interpreter
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.scheme)
 def test_conformance(spec):
     assert check_kernel(Kernel, [spec], Platform.detect("cpu")).passed
 
 
-@inside
+@needs_interpreter
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("act", SCHEMES, ids=str)
-def test_inputs_are_read_back_bit_for_bit(act, dtype):
-    """Of magnitudes from the smallest numbers to the largest, halves between two codes, zeros; with and without a given scale."""
+def test_fake_quantization_is_bit_exact(act, dtype):
+    """Magnitudes from the smallest to the largest, ties between two codes, zeros; with and without a given scale."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(9, 392, generator=g) * 10.0 ** torch.linspace(-6, 4, 9)[:, None]
     x[1] = 0
@@ -68,36 +68,36 @@ def test_inputs_are_read_back_bit_for_bit(act, dtype):
     x = x.to(dtype)
     empty, given = torch.empty(0), torch.tensor([0.01171875])
     points = (torch.tensor([5], dtype=torch.int32), empty) if not act.symmetric and not act.dynamic else (empty,)
-    assert rounding(act, True, True) is not None
+    assert fake_quant_config(act, True, True) is not None
     for scale in (given,) if not act.dynamic else (given * 1000, empty) if act.scale == "e4m3" else (empty,):
         for zero in points:
             expected = fake_quantize(x, act, *(t if t.numel() else None for t in (scale, zero))).to(dtype)
-            assert torch.equal(read_back(x, act, scale, zero), expected)
+            assert torch.equal(fake_quantize_fused(x, act, scale, zero), expected)
 
 
-@inside
+@needs_interpreter
 def test_a_nan_stays_one():
     for act in (ActSpec(INT8), ActSpec(E4M3, True, "group", 32), MX4.act, NV4.act):
         x = torch.ones(2, 64)
         x[1, 40] = torch.nan
-        out = read_back(x, act, torch.empty(0), torch.empty(0))
+        out = fake_quantize_fused(x, act, torch.empty(0), torch.empty(0))
         assert out[1, 40].isnan() and not out[0].isnan().any() and torch.equal(out[0], fake_quantize(x[:1], act)[0])
 
 
-def test_what_the_device_code_does_not_round():
+def test_schemes_that_the_device_code_does_not_have():
     for act in (ActSpec(E4M3, True, "tensor"), ActSpec(INT8, True, "group", 32, scale="e8m0"),
                 ActSpec(E2M1, True, "group", 16, scale="e5m3")):  # fmt: skip
-        assert rounding(act, False, False) is None
+        assert fake_quant_config(act, False, False) is None
 
 
-def test_it_is_offered_where_there_are_no_units():
-    """Packed weights are never left to a kernel that dequantizes them, for whatever is done to the input."""
+def test_it_is_chosen_where_matrix_instructions_are_missing():
+    """No activation scheme makes a kernel that dequantizes weights in memory the choice."""
     large = {"n": 4096, "k": 4096}
     for spec in (MX4, NV4.replace(scale2_block=(4096, 4096)), W4.replace(act=ActSpec(INT8, True, "group", 32)),
                  FP8.replace(block=(1, 4096))):  # fmt: skip
-        for place in ("cuda:sm80", "rocm:gfx90a", "rocm:gfx1100", "xpu"):
-            choice = bitline.choose(spec.replace(**large), place, Policy())
+        for platform in ("cuda:sm80", "rocm:gfx90a", "rocm:gfx1100", "xpu"):
+            choice = bitline.choose(spec.replace(**large), platform, Policy())
             assert choice.best.name == "TritonFakeQuantLinearKernel" and not choice.degraded
     refused = Kernel.can_implement(W4)
-    assert "stays as it is" in refused.reason and refused.fix
+    assert "does not quantize activations" in refused.reason and refused.fix
     assert not Kernel.can_implement(MX4.replace(zero="int"))

@@ -1,5 +1,7 @@
-"""torch's scaled product of micro-scaled formats runs on Blackwell alone: here it is called through torch's own checks of shapes,
-strides and dtypes (its meta function), and computed by decoding what it was given."""
+"""NVFP4 and MXFP8 by `torch._scaled_mm`, which runs on Blackwell alone.
+
+Here its operands go through torch's own checks of shapes, strides and dtypes (its meta function), and are then dequantized.
+"""
 
 import sys
 from pathlib import Path
@@ -16,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "providers"))
 import fakes
 
 E2M1, E4M3, E8M0 = types.float4_e2m1, types.float8_e4m3fn, torch.float8_e8m0fnu
-checked = torch._scaled_mm
+torch_scaled_mm = torch._scaled_mm
 
 
-def product(a, b, scale_a, scale_b, bias=None, out_dtype=None):
-    meta = checked(*(t.to("meta") for t in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
-    four = a.dtype == torch.float4_e2m1fn_x2
-    columns, kind = (16, "e4m3") if four else (32, "e8m0")
-    values = [fakes.e2m1(t.view(torch.uint8)) if four else t.double() for t in (a, b.t())]
+def fake_scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None):
+    meta = torch_scaled_mm(*(t.to("meta") for t in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
+    fp4 = a.dtype == torch.float4_e2m1fn_x2
+    columns, kind = (16, "e4m3") if fp4 else (32, "e8m0")
+    values = [fakes.e2m1(t.view(torch.uint8)) if fp4 else t.double() for t in (a, b.t())]
     values = [
         fakes.scaled(v, fakes.tiles(s, v.shape[0], v.shape[1] // columns), columns, kind)
         for v, s in zip(values, (scale_a, scale_b), strict=True)
@@ -35,7 +37,7 @@ def product(a, b, scale_a, scale_b, bias=None, out_dtype=None):
 
 @pytest.mark.parametrize("kernel", [CutlassNvFp4LinearKernel, TorchMxfp8LinearKernel])
 def test_computes_what_the_spec_says(kernel, monkeypatch):
-    monkeypatch.setattr(torch, "_scaled_mm", product)
+    monkeypatch.setattr(torch, "_scaled_mm", fake_scaled_mm)
     nv = LinearSpec(256, 256, E2M1, (1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(256, 256),
                     act=ActSpec(E2M1, True, "group", 16, scale="e4m3"))  # fmt: skip
     mx = LinearSpec(256, 256, E4M3, (1, 32), scale_dtype=E8M0, act=ActSpec(E4M3, True, "group", 32, scale="e8m0"))
