@@ -1,4 +1,4 @@
-"""Quantized inputs: the formulas against compressed-tensors' own output and against a slow decoder."""
+"""Activation quantization against compressed-tensors' output and against slow references in Python."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def test_same_values_as_compressed_tensors(name):
 
 
 def token_int8(row, symmetric):
-    """compressed-tensors' calculate_qparams in Python's floats, one row at a time."""
+    """compressed-tensors' calculate_qparams in Python floats, one token at a time."""
     if symmetric:
         scale, zero = max(abs(v) for v in row) / 127.5, 0
     else:
@@ -43,17 +43,17 @@ def test_int8_per_token(symmetric):
     found = fake_quantize(x, ActSpec(types.int8, symmetric=symmetric))
     expected = torch.tensor([token_int8(row, symmetric) for row in x.tolist()])
     error = (found - expected).abs() / (x.abs().amax(1, keepdim=True) / 127.5)
-    tied = x.abs() == x.abs().amax(1, keepdim=True)  # the peak is at 127.5 steps, where float32 may go to either side
-    assert bool((error[~tied] < 1e-3).all()) and bool((error[tied] < 1.001).all())
+    at_amax = x.abs() == x.abs().amax(1, keepdim=True)  # amax is 127.5 steps: float32 may round it either way
+    assert bool((error[~at_amax] < 1e-3).all()) and bool((error[at_amax] < 1.001).all())
 
 
-def test_an_asymmetric_zero_is_rounded():
+def test_an_asymmetric_zero_point_is_rounded():
     _, scale, zero = quantize_input(torch.tensor([[-0.99, 2.0], [1.0, 2.0], [-2.0, -1.0]]), ActSpec(types.int8, symmetric=False))
     assert zero.flatten().tolist() == [-44, -128, 127]  # -128 + 0.99 / (2.99 / 255) is -43.57; 0 is always in the range
     assert torch.allclose(scale.flatten() * 255, torch.tensor([2.99, 2.0, 2.0]))
 
 
-def test_codes_and_scales_give_the_fake_quantized_input():
+def test_fake_quantize_is_dequantized_quantize_input():
     x = torch.randn(4, 20, generator=torch.Generator().manual_seed(5)).bfloat16()
     for act in (
         ActSpec(types.int8), ActSpec(types.int8, symmetric=False), ActSpec(types.int8, granularity="tensor"), ActSpec(types.int4),
@@ -87,7 +87,7 @@ def test_static_scales():
 
 @pytest.mark.parametrize("granularity", ["tensor", "token", "group"])
 @pytest.mark.parametrize("kind", [types.int8, types.float8_e4m3fn])
-def test_zeros_huge_values_and_no_rows(granularity, kind):
+def test_zeros_huge_values_and_an_empty_batch(granularity, kind):
     act = ActSpec(kind, granularity=granularity, group_size=8 if granularity == "group" else 0)
     assert not fake_quantize(torch.zeros(3, 16), act).any()
     huge = fake_quantize(torch.full((2, 16), torch.finfo(torch.bfloat16).max).bfloat16(), act)
@@ -97,7 +97,7 @@ def test_zeros_huge_values_and_no_rows(granularity, kind):
 
 @pytest.mark.parametrize("scale", ["e8m0", "e4m3"])
 @pytest.mark.parametrize("k", [16, 32, 40, 7])
-def test_micro_scaled_groups(scale, k):
+def test_block_scaled_groups(scale, k):
     g = 32 if scale == "e8m0" else 16
     act = ActSpec(types.float4_e2m1, granularity="group", group_size=g, scale=scale)
     assert fake_quantize(torch.zeros(0, k), act).shape == (0, k)
@@ -107,27 +107,27 @@ def test_micro_scaled_groups(scale, k):
     assert found.shape == (3, k)
     for row, values in zip(x.tolist(), found.tolist(), strict=True):
         for start in range(0, k, g):
-            part, read = row[start : start + g], values[start : start + g]
-            peak = max(abs(v) for v in part)
+            group, found_group = row[start : start + g], values[start : start + g]
+            amax = max(abs(v) for v in group)
             if scale == "e8m0":
-                exponent = math.floor(math.log2(peak))
-                step = 2.0 ** (exponent - 2 + (peak / 2.0**exponent >= 1.75))
+                exponent = math.floor(math.log2(amax))
+                step = 2.0 ** (exponent - 2 + (amax / 2.0**exponent >= 1.75))
             else:
-                step = float(torch.tensor(peak / 6).to(torch.float8_e4m3fn))
-            assert all(min(abs(abs(r) / step - e) for e in E2M1) < 1e-5 for r in read)
-            nearest = [min((abs(abs(p) / step - e), e) for e in E2M1)[0] for p in part]
-            assert all(abs(p - r) / step <= best + 1e-5 for p, r, best in zip(part, read, nearest, strict=True))
+                step = float(torch.tensor(amax / 6).to(torch.float8_e4m3fn))
+            assert all(min(abs(abs(r) / step - e) for e in E2M1) < 1e-5 for r in found_group)
+            nearest = [min((abs(abs(p) / step - e), e) for e in E2M1)[0] for p in group]
+            assert all(abs(p - r) / step <= best + 1e-5 for p, r, best in zip(group, found_group, nearest, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [types.float8_e4m3fn, types.int8])
-def test_a_limit_bounds_dynamic_scales_and_what_is_larger_saturates(dtype):
+def test_a_limit_bounds_dynamic_scales_and_larger_values_saturate(dtype):
     x = torch.tensor([[4.0, -1.0, 0.5], [0.25, 1.0, -2.0]])
     assert torch.equal(fake_quantize(x, ActSpec(dtype, limit=2.0)), fake_quantize(x.clamp(-2, 2), ActSpec(dtype)))
     assert torch.equal(fake_quantize(x, ActSpec(dtype, limit=4.0)), fake_quantize(x, ActSpec(dtype)))
 
 
 def test_the_global_input_scale_of_nvfp4():
-    """With 448 * 6 / amax, block scales use E4M3's whole range: small groups that scale 1 flushes to zero survive."""
+    """With a global scale of 448 * 6 / amax, block scales use E4M3's range: small groups do not flush to zero."""
     act = ActSpec(types.float4_e2m1, granularity="group", group_size=16, scale="e4m3")
     x = torch.full((1, 16), 2.0**-10)
     assert not fake_quantize(x, act).any()
@@ -135,9 +135,9 @@ def test_the_global_input_scale_of_nvfp4():
 
 
 def test_the_mx_exponent_rounds_up_from_seven_eighths():
-    peak = torch.tensor([1.0, 1.7499, 1.75, 1.99, 2.0, 6.0, 7.0, 2.0**-100])
-    assert mx_exponent(peak, 6.0).tolist() == [-2, -2, -1, -1, -1, 0, 1, -102]
-    assert mx_exponent(peak, 448.0).tolist() == [-8, -8, -7, -7, -7, -6, -5, -108]
+    amax = torch.tensor([1.0, 1.7499, 1.75, 1.99, 2.0, 6.0, 7.0, 2.0**-100])
+    assert mx_exponent(amax, 6.0).tolist() == [-2, -2, -1, -1, -1, 0, 1, -102]
+    assert mx_exponent(amax, 448.0).tolist() == [-8, -8, -7, -7, -7, -6, -5, -108]
 
 
 @pytest.mark.parametrize("name", ["float4_e2m1", "float6_e2m3", "float6_e3m2", "float8_e4m3fn", "float8_e5m2"])
@@ -170,7 +170,7 @@ def test_a_gpu_gives_the_same_bits(name):
         assert torch.equal(there.cpu(), fake_quantize(x, act, scale))
 
 
-def test_mxint_is_a_sign_and_digits_below_the_largest_power_of_two():
+def test_mxint_is_symmetric_with_a_power_of_two_scale():
     x = torch.tensor([[1.0, 1.9, -1.99, 0.3, 0.0, 0.125, -0.374, 0.376]])
     act = ActSpec(types.int4, True, "group", 8, scale="e8m0")
     assert fake_quantize(x, act).tolist() == [[1.0, 1.75, -1.75, 0.25, 0.0, 0.0, -0.25, 0.5]]  # quarters, at most 7
@@ -178,7 +178,7 @@ def test_mxint_is_a_sign_and_digits_below_the_largest_power_of_two():
     assert torch.equal(fake_quantize(torch.zeros(1, 8), act), torch.zeros(1, 8))
 
 
-def test_scales_of_e5m3_are_rounded_without_a_global_one():
+def test_e5m3_block_scales_have_no_global_scale():
     x = torch.tensor([[6.0 * 1.1, 1.0, 0.5, 0.0]])
     scale = 1.125  # the nearest of 1.0, 1.125, 1.25, …
     act = ActSpec(types.float4_e2m1, True, "group", 4, scale="e5m3")

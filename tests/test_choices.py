@@ -1,6 +1,6 @@
-"""What is chosen for every scheme on every kind of machine, held against a snapshot; and that a choice never dead-ends.
+"""Kernel selection for every scheme and platform against a snapshot, and a runnable kernel for every spec.
 
-python tests/test_choices.py        writes the snapshot anew, to be read as a diff
+python tests/test_choices.py        rewrites the snapshot, to be reviewed as a diff
 """
 
 import json

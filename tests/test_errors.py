@@ -1,4 +1,4 @@
-"""What an error says, and as what it can be caught."""
+"""Messages and base classes of the errors."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_parts_that_are_absent_leave_nothing(facts, text):
 
 
 @pytest.mark.parametrize("name", PARENTS)
-def test_errors_are_of_the_usual_kinds_too(name):
+def test_errors_are_also_builtin_exceptions(name):
     kind = getattr(bitline, name)
     assert issubclass(kind, BitlineError) and issubclass(kind, PARENTS[name])
     with pytest.raises(PARENTS[name], match="what happened"):

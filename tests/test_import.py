@@ -1,4 +1,4 @@
-"""What importing Bitline brings along: torch, and nothing that a machine may not have."""
+"""Importing Bitline imports torch and no optional package."""
 
 import functools
 import json
@@ -29,16 +29,16 @@ def modules_after(code):
 )
 def test_no_optional_package_is_imported(code):
     loaded = modules_after(code)
-    brought = loaded - modules_after("import torch")
-    assert not [name for name in OPTIONAL if name in brought]
-    assert "bitline" in brought
+    added = loaded - modules_after("import torch")
+    assert not [name for name in OPTIONAL if name in added]
+    assert "bitline" in added
 
 
 def test_importing_bitline_alone_does_not_import_torch():
     assert "torch" not in modules_after("import bitline")
 
 
-def test_no_gpu_is_touched():
+def test_no_gpu_context_is_created():
     code = "import bitline, torch\nbitline.Platform.detect()\nbitline.QuantLinear\nassert not torch.cuda.is_initialized()"
     assert "torch" in modules_after(code)
 

@@ -1,4 +1,4 @@
-"""docs/kernels.md says what the code does, and every kernel in it has a proof that exists."""
+"""docs/kernels.md is up to date, and every kernel in it has an existing proof test."""
 
 import importlib.util
 import re

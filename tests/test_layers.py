@@ -1,4 +1,4 @@
-"""Imports only point down: from folder to folder by rank, and from module to module without a cycle."""
+"""The import order: modules import only from lower rows, and without cycles."""
 
 import ast
 import graphlib
@@ -6,8 +6,8 @@ from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src"
 
-# Lowest first. A module may import what stands in an earlier row, and its own entry. An entry is a module, or a folder with all
-# that lies in it but for what has an entry of its own.
+# Lowest first. A module may import modules of earlier rows and of its own entry. An entry is a module, or a folder without the
+# parts that have an entry of their own.
 ROWS = (
     ("version", "errors", "env"),
     ("native",),
@@ -32,7 +32,7 @@ RANK = {entry: rank for rank, row in enumerate(ROWS) for entry in row}
 
 
 def modules():
-    """Every module of the package: name without "bitline.", and file."""
+    """All modules of the package: (name without "bitline.", file)."""
     for path in sorted((SRC / "bitline").rglob("*.py")):
         name = ".".join(path.relative_to(SRC / "bitline").with_suffix("").parts)
         yield (name if name == "__init__" else name.removesuffix(".__init__")), path
@@ -42,14 +42,14 @@ FILES = dict(modules())
 
 
 def entry_of(module):
-    """The longest entry that a module lies in."""
+    """The most specific entry of a module."""
     parts = module.split(".")
     found = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
     return next((name for name in found if name in RANK), None)
 
 
 def imports(path):
-    """Modules of the package that a file imports, those inside functions included."""
+    """The modules of the package that a file imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "bitline":
@@ -71,7 +71,7 @@ def test_every_module_has_a_rank():
     assert not unused, f"no such module or folder: {unused}"
 
 
-def test_imports_point_down():
+def test_imports_are_from_lower_rows():
     wrong = []
     for module, found in GRAPH.items():
         here = entry_of(module)
@@ -82,7 +82,7 @@ def test_imports_point_down():
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_module_imports_itself_by_a_detour():
+def test_there_are_no_import_cycles():
     graphlib.TopologicalSorter(GRAPH).prepare()  # raises CycleError, which names the modules
 
 
@@ -97,7 +97,7 @@ def test_private_modules_stay_in_their_folder():
     assert not wrong, "\n".join(wrong)
 
 
-def test_formats_and_kernels_know_nothing_of_each_other():
+def test_formats_and_kernels_do_not_import_each_other():
     crossing = [
         f"{module} imports {other}"
         for module, found in GRAPH.items()

@@ -38,7 +38,7 @@ def test_any_cpu_round_trip(features, packages, cores):
     assert Platform.parse(str(platform)) == platform
 
 
-def test_what_words_mean():
+def test_implied_features_and_architectures():
     amx = Platform.parse("cpu:amx")
     assert amx.features >= {"amx", "avx512", "avx512_bf16", "avx512_vnni", "avx2"} and amx.arch == "x86_64"
     assert Platform.parse("cpu:i8mm").arch == "aarch64"
@@ -91,7 +91,7 @@ def test_detect_the_cpu(monkeypatch):
         assert "avx2" in cpu_features()
 
 
-def test_detect_what_is_not_here():
+def test_detect_a_device_that_is_not_here():
     if not torch.cuda.is_available():
         with pytest.raises(PlatformError, match="GPU"):
             Platform.detect("cuda")

@@ -1,4 +1,4 @@
-"""`quantize` against files' worth of tensors that compressed-tensors wrote (fixtures/make_quantize_ct.py)."""
+"""`quantize` against tensors that compressed-tensors wrote (fixtures/make_quantize_ct.py)."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,11 @@ RECORDED = load_file(FIXTURES / "quantize_ct.safetensors")
 SCHEMES = sorted({case["scheme"] for case in ABOUT["cases"]})
 
 
-def words_to_codes(words, bits, columns):
-    """int32 words, a little-endian bit stream along the last dimension, to codes: by Python's integers."""
+def unpack_int32(packed, bits, columns):
+    """Packed int32, a little-endian bit stream along the last dimension, to codes, with Python integers."""
     out = []
-    for row in words.tolist():
-        stream = sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(row))
+    for row in packed.tolist():
+        stream = sum((value & 0xFFFFFFFF) << (32 * i) for i, value in enumerate(row))
         out.append([stream >> (bits * i) & ((1 << bits) - 1) for i in range(columns)])
     return torch.tensor(out, dtype=torch.uint8)
 
@@ -31,7 +31,7 @@ def recorded_codes(state, spec):
         return codes if spec.weight.bits == 8 else codes + (1 << (spec.weight.bits - 1))  # int4 in int8
     packed = state["weight_packed"]
     if packed.dtype == torch.int32:
-        return words_to_codes(packed, spec.weight.bits, spec.k)
+        return unpack_int32(packed, spec.weight.bits, spec.k)
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
@@ -54,7 +54,7 @@ def test_same_tensors_as_the_producer(case):
     assert len(wrong) == 0, f"{len(wrong)} codes differ, first at {wrong[0].tolist()}: weight {w[tuple(wrong[0])]}"
     if "weight_zero_point" in state:
         n, groups = qw.scale.shape
-        zero = words_to_codes(state["weight_zero_point"].T.contiguous(), qw.spec.weight.bits, n).T
+        zero = unpack_int32(state["weight_zero_point"].T.contiguous(), qw.spec.weight.bits, n).T
         assert torch.equal(qw.zero, zero) and zero.shape[1] == groups
     else:
         assert qw.zero is None
@@ -73,7 +73,7 @@ def test_every_scheme_is_recorded():
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 37), (130, 200), (5, 128)])
 def test_error_is_within_half_a_step(scheme, shape):
-    """An independent bound: no weight moves further than half a step of its own block (a float code's step grows)."""
+    """An independent bound: no weight is off by more than half a quantization step of its block; a float's step grows."""
     w = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
     qw = quantize(w, scheme)
     assert (qw.spec.n, qw.spec.k) == shape
@@ -95,7 +95,7 @@ def test_error_is_within_half_a_step(scheme, shape):
     assert bool((error <= limit * 1.001).all()), (error - limit).max()
 
 
-def test_a_group_that_does_not_divide_k_is_the_same_as_quantizing_its_parts():
+def test_a_short_last_group_is_quantized_by_itself():
     w = torch.randn(6, 100, generator=torch.Generator().manual_seed(2)).bfloat16()
     whole = quantize(w, "W4A16_ASYM", group_size=32)
     assert whole.scale.shape == (6, 4)
@@ -166,7 +166,7 @@ def test_the_weight_is_not_changed():
         (lambda w: quantize([[1.0]], "W4A16"), ("list",)),
     ],
 )
-def test_errors_say_what_and_what_else(call, words):
+def test_errors_name_what_was_found_and_expected(call, words):
     with pytest.raises(InputError) as caught:
         call(torch.ones(2, 8))
     for word in words:

@@ -1,4 +1,4 @@
-"""What serving engines refuse or get wrong, by their users' reports, and Bitline does: one test each."""
+"""Layers and checkpoints that serving engines refuse or compute wrong, by their users' reports: one test each."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ MACHINES = ("cpu:avx2", "cpu:avx512_bf16,zen", "cuda:sm75", "cuda:sm90", "cuda:s
 
 
 def runs(spec, m=3):
-    """The layer runs here on the kernel that is chosen, within the tolerance, and somewhere on every machine."""
+    """The layer runs here on the chosen kernel within the tolerance, and on some kernel of every machine."""
     weight = random_weight(spec, 1)
     layer = bitline.QuantLinear(weight)
     x = inputs(m, spec)
@@ -41,7 +41,7 @@ def runs(spec, m=3):
     return layer
 
 
-def test_01_activation_order_is_applied_and_never_ignored():
+def test_01_act_order_is_applied():
     runs(W4.replace(act_order=True))
     shuffled = torch.randperm(256, generator=torch.Generator().manual_seed(1))
     layer = write_layer(random_weight(W4, 2), "mp")
@@ -61,7 +61,7 @@ def test_02_asymmetric_weights_of_every_width(bits):
     runs(W4.replace(weight=types.unsigned(bits, symmetric=False), zero="int"))
 
 
-def test_03_groups_that_divide_neither_k_nor_a_ranks_part():
+def test_03_group_sizes_that_divide_neither_k_nor_a_shard():
     runs(LinearSpec(48, 4304, types.uint4b8, (1, 32), scale_dtype=BF16))
     fp8 = LinearSpec(300, 576, types.float8_e4m3fn, (128, 128), act=ActSpec(types.float8_e4m3fn, True, "group", 128))
     for spec in (LinearSpec(40, 4304, types.uint4b8, (1, 128), scale_dtype=BF16), fp8, fp8.replace(act=None)):
@@ -76,13 +76,13 @@ def test_03_groups_that_divide_neither_k_nor_a_ranks_part():
 
 
 @pytest.mark.parametrize("n", [1, 48, 4304, 13653])
-def test_04_any_number_of_outputs(n):
+def test_04_any_n(n):
     runs(W4.replace(n=n))
     runs(LinearSpec(n, 64, types.int8, (1, 64), act=ActSpec(types.int8)))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_05_zero_points_stored_minus_one_or_as_they_are(tmp_path, symmetric):
+def test_05_gptq_v1_and_v2_zero_points(tmp_path, symmetric):
     weight = bitline.quantize(torch.randn(64, 64).half(), "W4A16" if symmetric else "W4A16_ASYM", group_size=32)
     stored = weight.zero if weight.zero is not None else torch.full((64, 2), 8, dtype=torch.uint8)
     seen = []
@@ -90,7 +90,7 @@ def test_05_zero_points_stored_minus_one_or_as_they_are(tmp_path, symmetric):
         folder = tmp_path / version
         folder.mkdir()
         zeros = bitline.bitstream.pack(((stored.int() - minus) & 15).to(torch.uint8).t().contiguous(), 4).view(torch.int32)
-        if minus:  # producers take the one from the whole word, so that a zero point of 0 borrows from its neighbour
+        if minus:  # producers subtract 1 per nibble from the whole int32, so a zero point of 0 borrows from its neighbour
             zeros = (bitline.bitstream.pack(stored.t().contiguous(), 4).view(torch.int32).long() - 0x11111111).to(torch.int32)
         save_file({
             "a.qweight": weight.codes.contiguous().view(torch.int32).t().contiguous(), "a.qzeros": zeros.contiguous(),
@@ -102,16 +102,16 @@ def test_05_zero_points_stored_minus_one_or_as_they_are(tmp_path, symmetric):
         seen.append(record.weight().dequantize())
         assert not record.oddities
     assert torch.equal(*seen)
-    if symmetric:  # labelled v1 and stored as v2, as files are known to be: the data tells, and the weight is right
+    if symmetric:  # labelled v1 but stored as v2, as some files are: the data decides
         (folder / "config.json").write_text(json.dumps({"quantization_config": config | {"checkpoint_format": "gptq"}}))
         assert torch.equal(bitline.open_checkpoint(folder).layers()[0].weight().dequantize(), seen[0])
 
 
-def test_06_bfloat16_stays_and_an_overflow_of_float16_is_caught(tmp_path):
+def test_06_bfloat16_is_not_cast_and_a_float16_overflow_is_caught(tmp_path):
     spec = W4.replace(scale_dtype=BF16)
     weight = random_weight(spec, 4)
     assert bitline.QuantLinear(weight).spec.act_dtype == BF16
-    large = torch.full_like(weight.scale, 1e6)  # beyond float16, as bfloat16 models have them
+    large = torch.full_like(weight.scale, 1e6)  # beyond float16's range, as bfloat16 models have
     weight = bitline.QuantizedWeight(spec, weight.codes, large)
     x = inputs(2, spec)
     assert bool(torch.isfinite(bitline.QuantLinear(weight)(x)).all())
@@ -129,7 +129,7 @@ def test_06_bfloat16_stays_and_an_overflow_of_float16_is_caught(tmp_path):
         _check_logits(model, ids, model(ids).logits[:, -1])
 
 
-def test_07_no_tile_reads_one_scale_for_columns_of_two_groups():
+def test_07_no_k_block_spans_two_groups_with_one_scale():
     for width in (2, 4, 8):
         for group in (16, 24, 32, 48, 64, 96, 128, 160, 256, 4096):
             layout = layout_of(LinearSpec(64, 4096, types.SCALAR_TYPES[f"uint{width}"], (1, group), zero="int"))
@@ -150,7 +150,7 @@ from bitline.types import LinearSpec
 spec = LinearSpec.parse(sys.argv[1])
 weight = random_weight(spec.replace(n=256), 0)
 kernel = choose(spec, Platform.detect("cpu")).kernel
-kernel.pack(weight)  # what a first call loads is not the layer's
+kernel.pack(weight)  # warm-up: a first call loads libraries
 rows = {name: t.repeat(spec.n // 256, 1) for name, t in weight.tensors().items()}
 weight = bitline.QuantizedWeight(spec, **rows)
 def peak():
@@ -164,7 +164,7 @@ print(kernel.__name__, peak() - before, sum(t.nbytes for t in packed.values()))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("weight", [types.uint4b8, types.uint8b128, types.uint3b4])
-def test_08_packing_takes_little_more_than_the_packed_weight(weight):
+def test_08_packing_takes_at_most_1_25_times_the_packed_size(weight):
     spec = LinearSpec(8192, 8192, weight, (1, 128), scale_dtype=BF16)
     done = subprocess.run([sys.executable, "-c", MEMORY, spec.key], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -172,7 +172,7 @@ def test_08_packing_takes_little_more_than_the_packed_weight(weight):
     assert int(extra) <= 1.25 * int(size) + (8 << 20), f"{kernel}: {extra} bytes for {size}"
 
 
-def test_09_the_cheapest_kernel_is_chosen_and_the_order_of_a_list_is_not():
+def test_09_the_cheapest_kernel_is_chosen_in_any_registration_order():
     entries = registry.entries()
     for spec in (W4.replace(n=4096, k=4096), LinearSpec(4096, 4096, types.int8, (1, 4096), act=ActSpec(types.int8))):
         for machine in MACHINES:
@@ -185,7 +185,7 @@ def test_09_the_cheapest_kernel_is_chosen_and_the_order_of_a_list_is_not():
             assert all(c.name in forward.explain() for c in forward.candidates)
 
 
-def test_10_a_backend_that_lacks_a_layers_kernel_fails_or_falls_back_as_asked():
+def test_10_a_backend_without_a_kernel_for_the_layer_fails_or_falls_back_as_requested():
     with pytest.raises(NoKernelError, match="backend cutlass"):
         choose(W4, "cuda:sm90", Policy(backend="cutlass"))
     choice = choose(W4, "cuda:sm90", Policy(backend="cutlass", strict=False))
@@ -205,7 +205,7 @@ def test_11_processing_a_layer_twice_changes_nothing():
     assert isinstance(layer.weight_packed, PackedParameter)
 
 
-def test_12_an_unknown_quantization_is_an_error_and_no_random_weights(tmp_path):
+def test_12_an_unknown_quant_method_is_an_error(tmp_path):
     folder, _ = tiny.compressed(tmp_path / "m", tiny.llama())
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["quant_method"] = "better-than-gptq"
@@ -214,11 +214,11 @@ def test_12_an_unknown_quantization_is_an_error_and_no_random_weights(tmp_path):
         bitline.load_model(folder)
 
 
-def test_13_every_kernel_of_ours_gives_the_same_bits_twice():
-    loose = {e.name for e in registry.entries() if not e.kernel.deterministic}
-    assert all(name.startswith("Humming") for name in loose), f"{loose} add in no fixed order"
+def test_13_every_kernel_of_ours_is_deterministic():
+    nondeterministic = {e.name for e in registry.entries() if not e.kernel.deterministic}
+    assert all(name.startswith("Humming") for name in nondeterministic), nondeterministic
     spec = W4.replace(n=4096, k=4096)
-    for arch in ("sm80", "sm90", "sm120"):  # that package's own kernels do: they are taken where they are asked for
+    for arch in ("sm80", "sm90", "sm120"):  # Humming's kernels are not: they are used on request only
         platform = f"cuda:{arch},triton,humming"
         assert choose(spec, platform, Policy()).best.kernel.deterministic
         assert choose(spec, platform, Policy(backend="humming")).best.name == "HummingLinearKernel"

@@ -1,4 +1,4 @@
-"""Tensor parallelism: every scheme cut anywhere, along both dimensions, is the whole again, bit for bit."""
+"""Tensor parallelism: the shards of every scheme, at any boundary of both dimensions, concatenate to the whole bit for bit."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ WORLDS = (1, 2, 3, 4, 8)
 
 
 def same_bits(a, b):
-    """Equal to the last bit, the sign of a zero and the payload of a NaN included."""
+    """Bitwise equality, signs of zeros and payloads of NaNs included."""
     return (
         a.shape == b.shape
         and a.dtype == b.dtype
@@ -29,8 +29,8 @@ def shards(w, dim, world):
     return [w.shard(dim, rank, world) for rank in range(world)]
 
 
-def check_cuts(w, worlds=WORLDS):
-    """All that must hold of the shards of one weight."""
+def check_shards(w, worlds=WORLDS):
+    """All that has to hold for the shards of a weight."""
     whole = w.dequantize()
     for dim, world in itertools.product((0, 1), worlds):
         if world > w.shape[dim]:
@@ -47,7 +47,7 @@ def check_cuts(w, worlds=WORLDS):
 
 
 def check_rest(w, parts, dim):
-    """Bias, input scales and multipliers go where the layer's input and output go."""
+    """Bias, input scales and multipliers of the shards."""
     if w.bias is not None:
         assert torch.equal(torch.cat([p.bias for p in parts]) if dim == 0 else parts[0].bias, w.bias)
         assert dim == 0 or all(p.bias is None and not p.spec.bias for p in parts[1:])
@@ -59,10 +59,10 @@ def check_rest(w, parts, dim):
 
 
 def check_memory(w, parts, dim):
-    """A boundary costs a byte of codes a row and a row or column of scales; scales keep their dtype where they can."""
+    """A boundary costs a byte of codes per row and one row or column of scales; scales keep their dtype where they can."""
     boundaries = len(parts) - 1
     assert sum(p.codes.nbytes for p in parts) <= w.codes.nbytes + (boundaries * w.spec.n if dim == 1 else 0)
-    ordered = dim == 1 and (w.perm is not None or w.group_index is not None)
+    permuted = dim == 1 and (w.perm is not None or w.group_index is not None)
     lines = w.scale.shape[1 - dim] * boundaries
     for name in ("scale", "zero", "offset"):
         whole, cells = getattr(w, name), [t for p in parts if (t := getattr(p, name)) is not None]
@@ -70,17 +70,17 @@ def check_memory(w, parts, dim):
             assert not cells
             continue
         assert len(cells) == len(parts)
-        if ordered:  # groups are spread over all ranks
+        if permuted:  # every rank can have columns of every group
             assert all(t.numel() <= whole.numel() and t.shape[1] <= p.spec.k for t, p in zip(cells, parts, strict=True))
         else:
             assert sum(t.numel() for t in cells) <= whole.numel() + lines
         for t, p in zip(cells, parts, strict=True):
             folded = w.scale2 is not None and p.scale2 is None
             assert t.dtype == (torch.float32 if folded and name != "zero" else whole.dtype)
-            assert not folded or ordered or p.spec.block_offset[dim] or p.shape[dim] < w.spec.block[dim]
+            assert not folded or permuted or p.spec.block_offset[dim] or p.shape[dim] < w.spec.block[dim]
 
 
-# ---- what readers produce ----------------------------------------------------------------------------------------------
+# ---- weights of the readers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -90,8 +90,8 @@ def test_every_layer_of_every_checkpoint(name):
     assert kinds
     for record in kinds.values():
         w = record.weight()
-        check_cuts(w)
-        check_cuts(w.narrow(0, 1, w.spec.n - 1).narrow(1, 5, w.spec.k - 2), (3,))
+        check_shards(w)
+        check_shards(w.narrow(0, 1, w.spec.n - 1).narrow(1, 5, w.spec.k - 2), (3,))
 
 
 @pytest.mark.parametrize("kind", blocks.BLOCKS)
@@ -103,7 +103,7 @@ def test_gguf(kind, k):
 
     raw = torch.from_numpy(random_blocks(kind, 5, k, np.random.default_rng(k)))
     w = blocks.to_weight(kind, raw, k)
-    check_cuts(w)
+    check_shards(w)
     whole = w.dequantize()
     for start, stop in ((0, 100), (16, 200), (32, 255), (64, 256), (96, 97), (128, 250), (255, 256), (k - 130, k - 1)):
         part = w.narrow(1, start, stop)
@@ -111,8 +111,8 @@ def test_gguf(kind, k):
         assert same_bits(part.narrow(1, 1, stop - start).dequantize(), whole[:, start + 1 : stop]) if stop - start > 1 else True
 
 
-def test_a_second_scale_stays_one_byte_where_blocks_are_whole():
-    """11008 = 43 blocks of 256 columns: half of it is 21.5, where a Q4_K weight must not grow by float32 scales."""
+def test_one_byte_scales_stay_one_byte_where_a_super_block_is_cut():
+    """11008 columns are 43 super-blocks of 256: a half of 21.5 must not turn a Q4_K weight's scales into float32."""
     raw = torch.zeros(2, 11008 // 256 * 144, dtype=torch.uint8)
     w = blocks.to_weight("Q4_K", raw, 11008)
     left, right = shards(w, 1, 2)
@@ -122,7 +122,7 @@ def test_a_second_scale_stays_one_byte_where_blocks_are_whole():
     assert left.nbytes() + right.nbytes() < 1.03 * w.nbytes()
 
 
-# ---- everything that is valid ------------------------------------------------------------------------------------------
+# ---- all valid specs ---------------------------------------------------------------------------------------------------
 
 BLOCKS = {"group": (1, 24), "channel": (1, 1 << 20), "block": (4, 16), "tensor": (1 << 20, 1 << 20)}
 ORDERS = {
@@ -154,13 +154,13 @@ def test_every_type_block_order_zero_and_size(scalar):
         w = random_weight(spec, seed)
         if seed % 3 == 1:
             w = dataclasses.replace(w, spec=spec.replace(input_multiplier=True), input_multiplier=torch.rand(k) + 0.5)
-        check_cuts(w)
+        check_shards(w)
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_specs(part):
     for seed in range(part, 400, 4):
-        check_cuts(random_weight(random_spec(seed), seed))
+        check_shards(random_weight(random_spec(seed), seed))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -174,7 +174,7 @@ def test_any_boundary_and_a_shard_of_a_shard(dim):
         part = w.narrow(dim, start, stop)
         assert same_bits(part.dequantize(), whole.narrow(dim, start, stop - start)), (w.spec.key, start, stop)
         if min(part.shape) > 1:
-            check_cuts(part, (2, 3) if min(part.shape) > 2 else (2,))
+            check_shards(part, (2, 3) if min(part.shape) > 2 else (2,))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -187,11 +187,11 @@ def test_every_boundary_inside_a_byte(bits):
         assert same_bits(part.dequantize(), whole[:, start:stop]), (start, stop)
 
 
-@pytest.mark.parametrize("coarse", [(12, 96), (1, 64), (4, 48), (2, 16)])
+@pytest.mark.parametrize("scale2_block", [(12, 96), (1, 64), (4, 48), (2, 16)])
 @pytest.mark.parametrize("zero", ["none", "float"])
-def test_two_levels_of_scales(coarse, zero):
-    """Every cut of a weight whose scales have scales, also in the middle of a block of either."""
-    spec = LinearSpec(12, 96, types.uint4, (1, 16), scale_dtype=torch.uint8, zero=zero, scale2_block=coarse)
+def test_two_levels_of_scales(scale2_block, zero):
+    """Every range of a weight with super-block scales, also inside blocks of either level."""
+    spec = LinearSpec(12, 96, types.uint4, (1, 16), scale_dtype=torch.uint8, zero=zero, scale2_block=scale2_block)
     w = random_weight(spec, 3)
     whole = w.dequantize()
     for dim, size in enumerate(w.shape):
@@ -201,7 +201,7 @@ def test_two_levels_of_scales(coarse, zero):
             assert part.scale2 is not None or start % 16, (dim, start, stop)
 
 
-def test_a_scale_of_scales_has_to_hold_whole_blocks():
+def test_super_blocks_consist_of_whole_scale_blocks():
     spec = LinearSpec(8, 64, types.uint4b8, (1, 16), scale_dtype=torch.uint8, scale2_block=(1, 32))
     w = random_weight(spec, 1)
     for wrong in ((1, 24), (1, 8)):
@@ -212,8 +212,8 @@ def test_a_scale_of_scales_has_to_hold_whole_blocks():
 # ---- act-order ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_whose_groups_are_full_is_regular():
-    """Whatever the order of columns, a rank that sees one group, or whole ones, needs no group numbers."""
+def test_a_shard_of_whole_groups_is_regular():
+    """With any act-order, a shard of one group or of whole groups needs no group index."""
     w = random_weight(LinearSpec(4, 64, types.uint4b8, (1, 64), act_order=True), 2)
     for part in shards(w, 1, 4):
         assert not part.spec.ragged and part.spec.block == (1, 16) and part.scale.shape == (4, 1)
@@ -223,15 +223,15 @@ def test_a_rank_whose_groups_are_full_is_regular():
         assert not part.spec.ragged and part.spec.act_order and part.spec.block == (1, 8) and part.scale.shape == (4, 4)
 
 
-def test_a_rank_keeps_only_the_groups_that_it_sees():
-    order = torch.arange(64).view(8, 8).flip(0).reshape(-1).int()  # whole groups, the last first
+def test_a_shard_keeps_only_the_groups_of_its_columns():
+    order = torch.arange(64).view(8, 8).flip(0).reshape(-1).int()  # whole groups in reverse order
     w = random_weight(LinearSpec(4, 64, types.uint4, (1, 8), zero="int", act_order=True), 2)
     w = dataclasses.replace(w, perm=order)
     for part in shards(w, 1, 8):
         assert part.scale.shape == part.zero.shape == (4, 1) and not part.spec.act_order and part.perm is None
 
 
-# ---- products ----------------------------------------------------------------------------------------------------------
+# ---- row-parallel GEMMs ------------------------------------------------------------------------------------------------
 
 
 LOSSLESS = [name for name, t in types.SCALAR_TYPES.items() if {0.0, 1.0} <= set(t.values())]  # others have no lossless weights
@@ -239,8 +239,8 @@ LOSSLESS = [name for name, t in types.SCALAR_TYPES.items() if {0.0, 1.0} <= set(
 
 @pytest.mark.parametrize("scalar", types.SCALAR_TYPES)
 @pytest.mark.parametrize("order", ORDERS)
-def test_exact_products_of_k_shards_add_up_to_the_bit(scalar, order):
-    """Whole numbers times weights with scales of one power of two: in float64 every sum is exact, for every type."""
+def test_partial_sums_of_k_shards_reduce_to_the_exact_output(scalar, order):
+    """Integer inputs and one power-of-two scale: in float64 every sum is exact, for every type."""
     spec = LinearSpec(5, 101, types.SCALAR_TYPES[scalar], (1, 24), **ORDERS[order])
     w = random_weight(spec, 1)
     w = dataclasses.replace(w, scale=torch.full_like(w.scale, 0.25))
@@ -249,13 +249,13 @@ def test_exact_products_of_k_shards_add_up_to_the_bit(scalar, order):
     assert bool(whole.any())
     for world in WORLDS:
         parts = shards(w, 1, world)
-        pieces = x.split([p.spec.k for p in parts], 1)
-        total = sum(piece @ p.dequantize().double().T for p, piece in zip(parts, pieces, strict=True))
+        columns = x.split([p.spec.k for p in parts], 1)
+        total = sum(x_k @ p.dequantize().double().T for p, x_k in zip(parts, columns, strict=True))
         assert same_bits(total + 0, whole + 0), world
 
 
 @pytest.mark.parametrize("scalar", LOSSLESS)
-def test_products_of_k_shards_add_up_to_the_bit(scalar):
+def test_quantlinears_of_shards_reduce_to_the_whole_layer(scalar):
     scalar = types.SCALAR_TYPES[scalar]
     for seed, (block, order) in enumerate(itertools.product(BLOCKS.values(), ORDERS.values())):
         n, k = ((11, 101), (9, 48), (3, 130))[seed % 3]
@@ -267,31 +267,31 @@ def test_products_of_k_shards_add_up_to_the_bit(scalar):
         check_exact(expected, x, w)
         for world in WORLDS:
             parts = shards(w, 1, world)
-            pieces = x.split([p.spec.k for p in parts], 1)
-            total = sum(QuantLinear(p)(piece.contiguous()).float() for p, piece in zip(parts, pieces, strict=True))
+            slices = x.split([p.spec.k for p in parts], 1)
+            total = sum(QuantLinear(p)(x_k.contiguous()).float() for p, x_k in zip(parts, slices, strict=True))
             assert same_bits(total.to(dtype) + 0, expected + 0), (spec.key, world)
             columns = torch.cat([QuantLinear(p)(x) for p in shards(w, 0, min(world, n))], 1)
             assert same_bits(columns + 0, expected + 0), (spec.key, world)
 
 
 @pytest.mark.parametrize("act", [a for a in ACTS if a is not None and not a.dynamic], ids=str)
-def test_products_with_a_static_input_scale_add_up_to_the_bit(act):
+def test_k_shards_with_a_static_input_scale_reduce_to_the_whole_layer(act):
     spec = LinearSpec(6, 100, types.int8, (1, 100), act=act, act_dtype=torch.float32, bias=True)
     w = lossless_weight(spec, 1)
     x = lossless_inputs(4, spec, 2)
     expected = QuantLinear(w)(x)
     check_exact(expected, x, w)
     parts = shards(w, 1, 3)
-    total = sum(QuantLinear(p)(piece.contiguous()) for p, piece in zip(parts, x.split([33, 33, 34], 1), strict=True))
+    total = sum(QuantLinear(p)(x_k.contiguous()) for p, x_k in zip(parts, x.split([33, 33, 34], 1), strict=True))
     assert same_bits(total, expected)
 
 
-def test_an_input_multiplier_is_cut_with_its_columns():
+def test_an_input_multiplier_is_sharded_with_its_columns():
     spec = LinearSpec(6, 100, types.uint4b8, (1, 20), act_dtype=torch.float32, input_multiplier=True)
     multiplier = 2.0 ** torch.randint(-1, 2, (100,), generator=torch.Generator().manual_seed(1))
     w = dataclasses.replace(lossless_weight(spec.replace(input_multiplier=False), 1), spec=spec, input_multiplier=multiplier)
     x = lossless_inputs(4, spec, 2)
-    total = sum(QuantLinear(p)(piece.contiguous()) for p, piece in zip(shards(w, 1, 3), x.split([33, 33, 34], 1), strict=True))
+    total = sum(QuantLinear(p)(x_k.contiguous()) for p, x_k in zip(shards(w, 1, 3), x.split([33, 33, 34], 1), strict=True))
     assert same_bits(total, QuantLinear(w)(x))
 
 
@@ -299,7 +299,7 @@ def test_an_input_multiplier_is_cut_with_its_columns():
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_kernel_takes_every_shard_of_a_checkpoint(name):
+def test_a_kernel_runs_every_shard_of_a_checkpoint(name):
     record = bitline.open_checkpoint(Path(__file__).parent / "fixtures" / "checkpoints" / name).layers()[0]
     w = record.weight()
     for dim, world in ((0, 3), (1, 3), (1, 8)):
@@ -312,7 +312,7 @@ def test_a_kernel_takes_every_shard_of_a_checkpoint(name):
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4A16", "NVFP4A16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_kernel_takes_every_shard_of_a_scheme(scheme, dtype):
+def test_a_kernel_runs_every_shard_of_a_scheme(scheme, dtype):
     w = quantize(torch.randn(200, 352, generator=torch.Generator().manual_seed(1)), scheme).with_act_dtype(dtype)
     for dim, world in itertools.product((0, 1), WORLDS[1:]):
         for part in shards(w, dim, world):
@@ -322,7 +322,7 @@ def test_a_kernel_takes_every_shard_of_a_scheme(scheme, dtype):
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W3A16", "W8A8", "FP8_BLOCK", "MXFP4A16"])
 @pytest.mark.parametrize("kernel", ["auto", "ReferenceLinearKernel"])
-def test_a_packed_shard_keeps_nothing_of_the_whole(scheme, kernel):
+def test_a_packed_shard_does_not_keep_the_whole_weight_alive(scheme, kernel):
     w = quantize(torch.randn(512, 1024, generator=torch.Generator().manual_seed(1)), scheme)
     for dim in (0, 1):
         part = w.shard(dim, 3, 4)
@@ -332,14 +332,14 @@ def test_a_packed_shard_keeps_nothing_of_the_whole(scheme, kernel):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_explain_judges_the_shards_that_there_will_be(name):
-    """What `bitline explain --tp` works out without data are the specs of the real shards."""
-    from bitline.cli.explain import cuts
+def test_explain_predicts_the_specs_of_the_shards(name):
+    """`bitline explain --tp` derives the specs of the shards without data."""
+    from bitline.cli.shard_specs import shard_specs
 
     record = bitline.open_checkpoint(Path(__file__).parent / "fixtures" / "checkpoints" / name).layers()[0]
     w = record.weight()
     for world in (1, 2, 3, 8):
-        found = cuts(record.spec, world)
+        found = shard_specs(record.spec, world)
         if world == 1:
             assert found == {"": [w.spec]}
             continue
@@ -354,7 +354,7 @@ def test_explain_judges_the_shards_that_there_will_be(name):
 # ---- views and refusals ------------------------------------------------------------------------------------------------
 
 
-def test_cutting_changes_nothing_and_copies_little():
+def test_sharding_leaves_the_weight_unchanged_and_makes_views():
     for seed in range(60):
         w = random_weight(random_spec(seed), seed)
         before = {name: t.clone() for name, t in w.tensors().items()}
@@ -373,7 +373,7 @@ def test_cutting_changes_nothing_and_copies_little():
     assert three.narrow(1, 9, 256).codes.is_contiguous()
 
 
-def test_a_straddled_group_keeps_its_scale_on_both_sides():
+def test_both_shards_of_an_unaligned_group_have_its_scale():
     w = quantize(torch.randn(4, 256), "W4A16")
     left, right = w.narrow(1, 0, 192), w.narrow(1, 192, 256)
     assert left.scale.shape == (4, 2) and right.scale.shape == (4, 1)
@@ -394,7 +394,7 @@ def test_impossible_shards(dim, rank, world):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (3, 2), (-1, 4), (0, 33)])
-def test_impossible_cuts(start, stop):
+def test_impossible_ranges(start, stop):
     with pytest.raises(WeightError, match="cannot narrow"):
         quantize(torch.randn(8, 32), "W4A16").narrow(1, start, stop)
 
@@ -418,7 +418,7 @@ def test_take_rows_of_random_specs():
     for seed in range(200):
         w = random_weight(random_spec(seed), seed)
         index = torch.randint(w.spec.n, (7,), generator=torch.Generator().manual_seed(seed))
-        coarse = w.spec.scale2_block
-        if 1 < w.spec.block[0] < w.spec.n or (coarse and 1 < coarse[0] < w.spec.n):
+        scale2_block = w.spec.scale2_block
+        if 1 < w.spec.block[0] < w.spec.n or (scale2_block and 1 < scale2_block[0] < w.spec.n):
             continue
         assert same_bits(w.take_rows(index).dequantize(), w.dequantize()[index]), w.spec.key

@@ -1,4 +1,4 @@
-"""The public test tools: each must catch the mistake that it is for."""
+"""The public test tools: each catches the defect that it is for."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_poison_ends():
     assert "new_empty" not in vars(torch.Tensor)
 
 
-def test_reference64_is_the_product_and_the_bias():
+def test_reference64_is_the_gemm_plus_bias():
     weight = random_weight(SPEC.replace(bias=True), 1)
     x = inputs(3, SPEC)
     exact = x.double() @ weight.dequantize().double().T + weight.bias.double()
@@ -81,7 +81,7 @@ def test_the_tolerance_names_the_worst_element():
         check(good.double(), x, weight)
 
 
-def test_lossless_data_shows_one_wrong_term():
+def test_lossless_data_exposes_one_wrong_term():
     weight, x = lossless_weight(SPEC, 3), lossless_inputs(3, SPEC)
     good = reference64(x, weight).float()
     check_exact(good, x, weight)
@@ -121,11 +121,11 @@ def test_weights_are_valid_repeatable_and_lossless():
         assert float((exact.dequantize() != 0).float().mean()) <= 8 / spec.k + 0.01
 
 
-# ---- broken kernels: what each does wrong is what the suite must say ---------------------------------------------------
+# ---- broken kernels: the suite has to report each one's defect ---------------------------------------------------------
 
 
 class Toy(Kernel):
-    """The reference, to be broken in one place."""
+    """The reference kernel, for subclasses that break one thing."""
 
     @classmethod
     def can_implement(cls, spec):
@@ -187,7 +187,7 @@ class NotBatchInvariant(Toy):
         return y * (1 + 1e-7 * (x.shape[0] > 7))
 
 
-class FailsAtOneRow(Toy):
+class FailsAtM1(Toy):
     @classmethod
     def apply(cls, x, packed, bias, spec):
         if x.shape[0] == 1:
@@ -223,7 +223,7 @@ class NoVerdict(Toy):
         return True
 
 
-class TakesNothing(Toy):
+class RefusesEverything(Toy):
     @classmethod
     def can_implement(cls, spec):
         return Verdict(False, "not today")
@@ -235,9 +235,9 @@ class TakesNothing(Toy):
         (ForgetsARow, "random_data .*nan"), (OffByOneZero, "lossless_data"), (ForgetsBias, "random_data"),
         (ChangesTheWeight, "pack changed the weight|different tensors"), (ChangesTheInput, "apply changed its input"),
         (NotDeterministic, "declared deterministic"), (NotBatchInvariant, "declared batch invariant"),
-        (FailsAtOneRow, "no decode here"), (CostsNothing, "cost with M=1 is 0.0"),
+        (FailsAtM1, "no decode here"), (CostsNothing, "cost with M=1 is 0.0"),
         (CostCrashesWhereItRefuses, "ZeroDivisionError"), (NoReason, "refuses without a reason"),
-        (NoVerdict, "not a Verdict"), (TakesNothing, "takes none of the specs"),
+        (NoVerdict, "not a Verdict"), (RefusesEverything, "implements none of the specs"),
     ],
 )  # fmt: skip
 def test_the_suite_catches(kernel, words):
@@ -258,7 +258,7 @@ def test_the_reference_conforms():
     assert not report.refused and len(report.passed) > 70 and "0 failures" in str(report)
 
 
-def test_a_weight_is_what_the_suite_compares_with():
+def test_random_weight_gives_a_quantized_weight():
     assert isinstance(random_weight(SPEC), QuantizedWeight)
 
 

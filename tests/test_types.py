@@ -11,7 +11,7 @@ from bitline.testing import random_spec
 SPEC = LinearSpec(256, 512, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
 
 
-def test_integer_types_count_from_their_middle():
+def test_integer_types_have_their_implicit_zero_point():
     assert types.uint4b8.values() == tuple(range(-8, 8))
     assert types.uint8b128.values()[0] == -128 and types.uint8b128.values()[255] == 127
     assert types.uint3.values() == tuple(range(8))
@@ -31,7 +31,7 @@ def test_fp8_values_are_torch_s(name):
         assert found == wanted or (math.isnan(found) and math.isnan(wanted))
 
 
-def test_small_floats_are_those_of_ocp_mx():
+def test_minifloats_are_those_of_ocp_mx():
     """OCP MX 1.0, section 5.3.2 (E2M1) and 5.3.1 (FP6): the tables of the standard."""
     assert types.float4_e2m1.values()[:8] == (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     assert types.float4_e2m1.values()[8:] == (0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -42,7 +42,7 @@ def test_small_floats_are_those_of_ocp_mx():
     assert types.float8_e4m3fn.max() == 448 and types.float8_e5m2.min() == -57344 and types.float8_e4m3fnuz.max() == 240
 
 
-def test_table_types_are_their_table():
+def test_codebook_types():
     nf2 = types.ScalarType("nf2", 2, "table", table=(-1.0, -0.3, 0.2, 1.0))
     assert nf2.values() == (-1.0, -0.3, 0.2, 1.0) and nf2.max() == 1.0
 
@@ -84,7 +84,7 @@ def test_grid(spec, grid, group):
     assert spec.grid == grid and spec.group_size == group and spec.scale_count() == grid[0] * grid[1]
 
 
-def test_a_cut_within_one_block_has_one_spelling():
+def test_a_shard_inside_one_block_is_normalized():
     inside = SPEC.replace(k=20, block_offset=(0, 100))
     assert inside == SPEC.replace(k=20, block=(1, 20)) and inside.block_offset == (0, 0)
 

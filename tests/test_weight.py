@@ -1,4 +1,4 @@
-"""The canonical weight: its checks and what it stands for. How it is cut is in test_sharding."""
+"""The canonical weight: validation and dequantization. Sharding is in test_sharding."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from bitline.testing import random_spec, random_weight
 
 
 def slow_dequantize(w):
-    """The definition, one element at a time, in Python's doubles: LinearSpec's docstring read literally."""
+    """LinearSpec's dequantization formula, one element at a time, in Python floats."""
     s, out = w.spec, torch.zeros(w.shape, dtype=torch.float64)
     (bn, bk), (on, ok), values = s.block, s.block_offset, s.weight.values()
     lists = {name: t.double().tolist() for name, t in w.tensors().items() if name != "codes"}
@@ -39,7 +39,7 @@ def small_spec(seed):
 
 
 @pytest.mark.parametrize("part", range(5))
-def test_dequantize_is_the_definition(part):
+def test_dequantize_follows_the_formula(part):
     for seed in range(part, 250, 5):
         for spec in (small_spec(seed), random_spec(seed)):
             if spec.n * spec.k > 1200:
@@ -48,7 +48,7 @@ def test_dequantize_is_the_definition(part):
             expected = slow_dequantize(w)
             found = w.dequantize()
             assert found.dtype == torch.float32
-            # Exact but for float32: one rounding of each product and of the sum with an offset.
+            # Exact up to float32: one rounding of each product, and of the sum with an offset.
             assert torch.allclose(found.double(), expected, rtol=3e-7, atol=1e-8 if spec.zero != "float" else 2e-7), spec.key
 
 
@@ -57,12 +57,12 @@ def test_dequantize_is_the_definition(part):
     LinearSpec(6, 64, types.uint4, (1, 32), zero="float", scale_dtype=torch.uint8, scale2_block=(1, 64)),
     LinearSpec(3, 50, types.float6_e2m3, (2, 20), (1, 7)),
 ])  # fmt: skip
-def test_dequantize_of_rarer_kinds(spec):
+def test_dequantize_of_rare_schemes(spec):
     w = random_weight(spec, 1)
     assert torch.allclose(w.dequantize().double(), slow_dequantize(w), rtol=3e-7, atol=2e-7)
 
 
-def test_dequantize_rounds_once_and_works_by_rows(monkeypatch):
+def test_dequantize_rounds_once_and_row_by_row_gives_the_same(monkeypatch):
     for seed in range(60):
         w = random_weight(random_spec(seed), seed)
         whole = w.dequantize()
@@ -74,7 +74,7 @@ def test_dequantize_rounds_once_and_works_by_rows(monkeypatch):
         monkeypatch.undo()
 
 
-def test_codes_and_scales_can_be_read():
+def test_accessors():
     w = quantize(torch.randn(5, 40), "W3A16", group_size=16)
     assert w.unpacked().shape == (5, 40) and int(w.unpacked().max()) < 8
     assert torch.equal(w.scales(), w.scale) and w.offsets() is None
@@ -91,7 +91,7 @@ OFFSET = random_weight(LinearSpec(6, 64, types.uint4, (1, 32), zero="float", sca
 STATIC = random_weight(LinearSpec(6, 20, types.float8_e4m3fn, (6, 20), act=ActSpec(types.float8_e4m3fn, False, "tensor")), 1)
 
 
-def cut(t):
+def cropped(t):
     return t[..., :-1]
 
 
@@ -100,19 +100,19 @@ def spoiled(t, value):
 
 
 CONTRADICTIONS = [
-    (PLAIN, "codes", cut), (PLAIN, "codes", torch.Tensor.int), (PLAIN, "codes", lambda t: t[:-1]),
+    (PLAIN, "codes", cropped), (PLAIN, "codes", torch.Tensor.int), (PLAIN, "codes", lambda t: t[:-1]),
     (PLAIN, "scale", lambda t: t[:-1]), (PLAIN, "scale", torch.Tensor.half), (PLAIN, "scale", lambda t: spoiled(t, float("nan"))),
     (PLAIN, "scale", lambda t: spoiled(t, float("inf"))), (PLAIN, "scale", lambda t: t.flatten()),
-    (PLAIN, "zero", None), (PLAIN, "zero", cut), (PLAIN, "zero", torch.Tensor.int), (PLAIN, "zero", lambda t: spoiled(t, 16)),
+    (PLAIN, "zero", None), (PLAIN, "zero", cropped), (PLAIN, "zero", torch.Tensor.int), (PLAIN, "zero", lambda t: spoiled(t, 16)),
     (PLAIN, "perm", None), (PLAIN, "perm", torch.Tensor.long), (PLAIN, "perm", lambda t: spoiled(t, 20)),
     (PLAIN, "perm", lambda t: spoiled(t, int(t[0]))), (PLAIN, "perm", lambda t: spoiled(t, -1)),
     (PLAIN, "group_index", None), (PLAIN, "group_index", lambda t: t.flip(0)), (PLAIN, "group_index", lambda t: t + 9),
-    (PLAIN, "group_index", lambda t: t - 9), (PLAIN, "group_index", cut), (PLAIN, "group_index", torch.Tensor.long),
-    (PLAIN, "bias", None), (PLAIN, "bias", cut), (PLAIN, "bias", lambda t: spoiled(t, float("nan"))),
+    (PLAIN, "group_index", lambda t: t - 9), (PLAIN, "group_index", cropped), (PLAIN, "group_index", torch.Tensor.long),
+    (PLAIN, "bias", None), (PLAIN, "bias", cropped), (PLAIN, "bias", lambda t: spoiled(t, float("nan"))),
     (PLAIN, "offset", lambda t: torch.zeros(6, 4)), (PLAIN, "scale2", lambda t: torch.ones(1, 1)),
     (PLAIN, "offset2", lambda t: torch.ones(1, 1)),
-    (OFFSET, "offset", None), (OFFSET, "offset", cut), (OFFSET, "scale2", None), (OFFSET, "scale2", cut),
-    (OFFSET, "scale2", lambda t: spoiled(t, float("inf"))), (OFFSET, "offset2", cut),
+    (OFFSET, "offset", None), (OFFSET, "offset", cropped), (OFFSET, "scale2", None), (OFFSET, "scale2", cropped),
+    (OFFSET, "scale2", lambda t: spoiled(t, float("inf"))), (OFFSET, "offset2", cropped),
     (OFFSET, "offset2", lambda t: spoiled(t, float("nan"))), (OFFSET, "zero", lambda t: torch.zeros(6, 2, dtype=torch.uint8)),
     (OFFSET, "perm", lambda t: torch.arange(64).int()), (OFFSET, "group_index", lambda t: torch.zeros(64).int()),
     (OFFSET, "bias", lambda t: torch.zeros(6)),
@@ -143,7 +143,7 @@ def test_meta_weights_are_checked_for_structure_only():
         dataclasses.replace(meta, codes=meta.codes[:, :-1])
 
 
-def test_small_copies():
+def test_modified_copies():
     assert PLAIN.to("cpu") is PLAIN
     assert PLAIN.with_bias(None).spec.bias is False and PLAIN.with_bias(torch.ones(6)).bias.tolist() == [1.0] * 6
     assert PLAIN.with_act_dtype(torch.float16).spec.act_dtype == torch.float16

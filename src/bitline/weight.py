@@ -27,7 +27,7 @@ class QuantizedWeight:
         spec: Shape and quantization scheme.
         codes: uint8 [N, ceil(K * bits / 8)]; each row is a little-endian bit stream along K. Rows may be strided.
         scale: Block scales on the scale grid, in the checkpoint's dtype: floats, float8_e8m0fnu for MX, float8_e4m3fn for NVFP4,
-            uint8 or int8 for GGUF's K-quants, where scale2 turns them into numbers.
+            uint8 or int8 for GGUF's K-quants, in units of scale2.
         zero: Zero points in code units, uint8 on the scale grid. Present where spec.zero is "int".
         offset: Offset in the weight's units, added after scaling, on the scale grid in the scale's dtype. Present where spec.zero
             is "float".

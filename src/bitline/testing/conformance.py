@@ -119,7 +119,7 @@ def check_kernel(
         if not failures:
             report.passed.append(spec.key)
     if not report.passed and not report.failures:
-        report.failures.append("it takes none of the specs, so nothing was tested")
+        report.failures.append("it implements none of the specs, so nothing was tested")
     if report.failures:
         raise AssertionError(str(report))
     return report

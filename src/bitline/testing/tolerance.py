@@ -90,7 +90,7 @@ def compare(out: Tensor, x: Tensor, weight: QuantizedWeight, factor: float = FAC
     """Compare an output with `reference64`.
 
     The allowed error is `factor` times the largest error of torch's linear in x's dtype, plus one unit in the last place of the
-    largest exact output (torch can be exact by luck where another reduction order is not). The rule is quack's.
+    largest exact output (torch can be exact by luck where another reduction order is not), as in quack's tests.
 
     Args:
         out: The kernel's output, [M, N] in x's dtype.
