@@ -153,3 +153,10 @@ def test_architecture_has_the_import_order():
     table = re.findall(r"^\| (\d+) \| (.*) \|$", (DOCS / "architecture.md").read_text(), flags=re.M)
     written = [tuple(re.findall(r"`([\w.]+)`", modules)) for _, modules in table]
     assert written == list(ROWS)
+
+
+def test_architecture_has_every_package_folder():
+    text = (DOCS / "architecture.md").read_text()
+    folders = {path.parent.name for path in (ROOT / "src" / "bitline").rglob("*/__init__.py")}
+    missing = [name for name in sorted(folders) if name != "bitline" and f"{name}/" not in text]
+    assert not missing, missing
