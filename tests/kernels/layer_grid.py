@@ -16,7 +16,7 @@ from bitline.platform import Platform
 from bitline.select import verdict_of
 from bitline.testing.generators import inputs, random_weight
 from bitline.testing.poison import poison
-from bitline.testing.tolerance import FACTOR, reference64, torch_linear
+from bitline.testing.tolerance import FACTOR, baseline_error, reference64
 from bitline.types import ActSpec, LinearSpec, Verdict, no
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -109,7 +109,7 @@ def check_grid(name: str, kernels: Iterable[tuple[type[Kernel], Platform | str]]
         # The tolerance is a multiple of torch's error; for float32 at large M, since the largest error of few outputs varies.
         x = inputs(33, spec, seed) if spec.act_dtype == F32 else xs[-1]
         expected = reference64(x, weight) if spec.act_dtype == F32 else exact[-1]
-        error = float((torch_linear(x, weight).double() - expected).abs().max())
+        error = baseline_error(x, weight, expected)
         allowed = FACTOR * error + torch.finfo(spec.act_dtype).eps * float(expected.abs().max())
         for kernel, platform in able:
             taken[kernel.__name__] = taken.get(kernel.__name__, 0) + 1
