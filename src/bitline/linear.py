@@ -40,6 +40,7 @@ def _has_several_gpus() -> bool:
 
 
 def _linear_impl(x: Tensor, packed: list[Tensor], bias: Tensor | None, kernel: str, spec: str) -> Tensor:
+    """The operator: x [M, K] -> [M, N] by the named kernel's `apply`, with x's device current."""
     apply, parsed = _resolve(kernel, spec)
     if x.shape[0] == 0:
         return x.new_empty(0, parsed.n)
