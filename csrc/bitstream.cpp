@@ -7,62 +7,63 @@
 
 namespace bitline {
 
-const BitstreamTable& bitstream() {
-  static constexpr const BitstreamTable* tables[kLevels] = {&portable::bitstream, BITLINE_AVX2_TABLE(&avx2::bitstream),
-                                                            BITLINE_AVX512_TABLE(&avx512::bitstream), nullptr};
-  return pick(tables);
+const BitstreamKernels& bitstream() {
+  static constexpr const BitstreamKernels* by_level[kNumLevels] = {&portable::bitstream_kernels,
+                                                                   BITLINE_AVX2_KERNELS(&avx2::bitstream_kernels),
+                                                                   BITLINE_AVX512_KERNELS(&avx512::bitstream_kernels), nullptr};
+  return dispatch(by_level);
 }
 
 namespace {
 
-// Rows of one task: about 128 KiB of codes as bytes.
-int64_t rows_of_task(int64_t k) { return k < (1 << 17) ? (1 << 17) / (k + 1) + 1 : 1; }
+// Rows per task: about 128 KiB of unpacked codes.
+int64_t rows_per_task(int64_t k) { return k < (1 << 17) ? (1 << 17) / (k + 1) + 1 : 1; }
 
 }  // namespace
 }  // namespace bitline
 
 using namespace bitline;
 
-// Packed rows, `stride` bytes apart, to one code a byte, dst [rows, k]. width: 1 to 7.
-BITLINE_EXPORT void bitline_unpack(const uint8_t* src, int64_t stride, int64_t rows, int64_t k, int width, uint8_t* dst) {
+// src: packed rows, `stride` bytes apart; dst uint8 [rows, k], one code per byte. bits: 1 to 7.
+BITLINE_EXPORT void bitline_unpack_codes(const uint8_t* src, int64_t stride, int64_t rows, int64_t k, int bits, uint8_t* dst) {
   const auto unpack = bitstream().unpack;
-  parallel_ranges(rows, rows_of_task(k), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) unpack(src + r * stride, k, width, dst + r * k);
+  parallel_for_chunks(rows, rows_per_task(k), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) unpack(src + r * stride, k, bits, dst + r * k);
   });
 }
 
-// One code a byte, rows `stride` bytes apart, to packed rows, dst [rows, row_bytes(k, width)]. width: 1 to 7.
-BITLINE_EXPORT void bitline_pack(const uint8_t* src, int64_t stride, int64_t rows, int64_t k, int width, uint8_t* dst) {
+// src: one code per byte, rows `stride` bytes apart; dst: packed rows uint8 [rows, row_bytes(k, bits)]. bits: 1 to 7.
+BITLINE_EXPORT void bitline_pack_codes(const uint8_t* src, int64_t stride, int64_t rows, int64_t k, int bits, uint8_t* dst) {
   const auto pack = bitstream().pack;
-  parallel_ranges(rows, rows_of_task(k), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) pack(src + r * stride, k, width, dst + r * row_bytes(k, width));
+  parallel_for_chunks(rows, rows_per_task(k), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) pack(src + r * stride, k, bits, dst + r * row_bytes(k, bits));
   });
 }
 
-// Columns `index` [count] of packed rows of k columns, dst [rows, row_bytes(count, width)]. width: 1 to 8.
-// Returns 0; -1 where an index is outside [0, k); -2 where there is no memory.
-BITLINE_EXPORT int bitline_take(const uint8_t* src, int64_t stride, int64_t rows, int64_t k, int width, const int64_t* index,
-                                int64_t count, uint8_t* dst) {
+// Gather columns index [count] of packed rows of k columns: dst uint8 [rows, row_bytes(count, bits)], packed. bits: 1 to 8.
+// Returns 0; -1: an index is outside [0, k); -2: no memory.
+BITLINE_EXPORT int bitline_take_columns(const uint8_t* src, int64_t stride, int64_t rows, int64_t k, int bits, const int64_t* index,
+                                        int64_t count, uint8_t* dst) {
   for (int64_t i = 0; i < count; ++i)
     if (index[i] < 0 || index[i] >= k) return -1;
-  const BitstreamTable& f = bitstream();
+  const BitstreamKernels& kernels = bitstream();
   int failed = 0;
-  parallel_ranges(rows, rows_of_task(k > count ? k : count), [&](int64_t begin, int64_t end) {
-    uint8_t* room = static_cast<uint8_t*>(malloc(size_t(k + count)));
-    if (room == nullptr) {
+  parallel_for_chunks(rows, rows_per_task(k > count ? k : count), [&](int64_t begin, int64_t end) {
+    uint8_t* unpacked = static_cast<uint8_t*>(malloc(size_t(k + count)));
+    if (unpacked == nullptr) {
       __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);
       return;
     }
-    uint8_t* taken = room + k;
+    uint8_t* taken = unpacked + k;
     for (int64_t r = begin; r < end; ++r) {
       const uint8_t* codes = src + r * stride;
-      uint8_t* to = dst + r * row_bytes(count, width);
-      if (width < 8) f.unpack(codes, k, width, room), codes = room;
-      if (width == 8) taken = to;
+      uint8_t* out = dst + r * row_bytes(count, bits);
+      if (bits < 8) kernels.unpack(codes, k, bits, unpacked), codes = unpacked;
+      if (bits == 8) taken = out;
       for (int64_t i = 0; i < count; ++i) taken[i] = codes[index[i]];
-      if (width < 8) f.pack(taken, count, width, to);
+      if (bits < 8) kernels.pack(taken, count, bits, out);
     }
-    free(room);
+    free(unpacked);
   });
   return failed;
 }

@@ -1,23 +1,23 @@
-// Rows of codes as little-endian bit streams, and as one code a byte.
+// Packed codes: each row a little-endian bit stream along K (the canonical layout), and unpacked ones, one code per byte.
 #pragma once
 
 #include "isa.h"
 
 namespace bitline {
 
-inline int64_t row_bytes(int64_t k, int width) { return (k * width + 7) / 8; }
+inline int64_t row_bytes(int64_t k, int bits) { return (k * bits + 7) / 8; }
 
-struct BitstreamTable {
-  // k codes of 1 to 7 bits from row_bytes(k, width) bytes at src, one a byte. Reads and writes nothing beyond.
-  void (*unpack)(const uint8_t* src, int64_t k, int width, uint8_t* dst);
-  // The other way; high bits of the bytes at src are dropped, bits past the last code are zero.
-  void (*pack)(const uint8_t* src, int64_t k, int width, uint8_t* dst);
+struct BitstreamKernels {
+  // One row of k codes of 1 to 7 bits, row_bytes(k, bits) bytes, to one code per byte. Reads and writes nothing beyond either.
+  void (*unpack)(const uint8_t* src, int64_t k, int bits, uint8_t* dst);
+  // The inverse. High bits of a source byte are dropped; bits past the last code are written as zero.
+  void (*pack)(const uint8_t* src, int64_t k, int bits, uint8_t* dst);
 };
 
-namespace portable { extern const BitstreamTable bitstream; }
-BITLINE_AVX2(namespace avx2 { extern const BitstreamTable bitstream; })
-BITLINE_AVX512(namespace avx512 { extern const BitstreamTable bitstream; })
+namespace portable { extern const BitstreamKernels bitstream_kernels; }
+BITLINE_AVX2(namespace avx2 { extern const BitstreamKernels bitstream_kernels; })
+BITLINE_AVX512(namespace avx512 { extern const BitstreamKernels bitstream_kernels; })
 
-const BitstreamTable& bitstream();
+const BitstreamKernels& bitstream();
 
 }  // namespace bitline

@@ -1,3 +1,4 @@
+// Calls of the linear kernels: compute type, workspace, activation packing, and how N blocks and M tiles are split into tasks.
 #include "gemm.h"
 
 #include <stdlib.h>
@@ -9,146 +10,152 @@
 namespace bitline {
 namespace {
 
-const GemmTable* table() {
-  static constexpr const GemmTable* tables[kLevels] = {nullptr, BITLINE_AVX2_TABLE(&avx2::gemm),
-                                                       BITLINE_AVX512_TABLE(&avx512::gemm), nullptr};
-  int at = level();
-  while (at > 0 && tables[at] == nullptr) --at;
-  return tables[at];
+// Null below AVX2.
+const GemmKernels* gemm_kernels() {
+  static constexpr const GemmKernels* by_level[kNumLevels] = {nullptr, BITLINE_AVX2_KERNELS(&avx2::gemm_kernels),
+                                                              BITLINE_AVX512_KERNELS(&avx512::gemm_kernels), nullptr};
+  int i = isa_level();
+  while (i > 0 && by_level[i] == nullptr) --i;
+  return by_level[i];
 }
 
-__thread Scratch shared_part, own_part;  // a call's input as all its threads see it; one thread's panel and sums
+// Packed activations of a call, which all threads read; one thread's panel and accumulators.
+__thread Scratch call_workspace, thread_workspace;
 
 size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 
-constexpr int64_t kMostRows = 1024;     // rows of one pass
-constexpr int64_t kPieceBytes = 1 << 19;  // of a prepared input
-constexpr int64_t kSerialWords = 1 << 15;  // an input up to this many words is prepared by the calling thread
+constexpr int64_t kMaxPassM = 1024;            // rows of one pass
+constexpr int64_t kXChunkBytes = 1 << 19;      // of packed activations that stay in L2
+constexpr int64_t kSerialPackInt32 = 1 << 15;  // packed activations up to this size are packed by the calling thread
 
-Mode mode_of(const Meta& w, int dtype, const GemmTable& t) {
-  // int32 sums of 255 * 128 hold 65,000 columns of a group.
-  if (w.act == kInt8 && w.integer && (w.width == 4 || w.width == 8) && w.run <= 65000 && t.has(kI8Mode)) return kI8Mode;
-  if ((dtype == kXB16 || (w.act != kPlain && !w.rounded)) && t.has(kBF16Mode)) return kBF16Mode;
-  return kF32Mode;
+ComputeType compute_type(const PackedHeader& w, int dtype, const GemmKernels& kernels) {
+  // int32 accumulators hold 65,000 columns of 255 * 128.
+  const bool int8 = w.act_quant == kActInt8 && w.is_integer && (w.bits == 4 || w.bits == 8) && w.group_k <= 65000;
+  if (int8 && kernels.supports(kComputeInt8)) return kComputeInt8;
+  // Quantized activations are exact in bfloat16, so only W may be rounded.
+  const bool bf16 = dtype == kBFloat16 || (w.act_quant != kActNone && !w.lut_bf16_inexact);
+  return bf16 && kernels.supports(kComputeBF16) ? kComputeBF16 : kComputeF32;
 }
 
-void tensor_scale(const Meta& w, const GemmTable& t, Call& c) {
-  c.tensor_scale = 0, c.tensor_zero = 0;
-  if (w.act == kPlain || w.reach == kToken) return;
-  if (w.reach == kStatic) {
-    c.tensor_scale = w.input_scale, c.tensor_zero = w.input_zero;
+void set_act_tensor_scale(const PackedHeader& w, const GemmKernels& kernels, GemmCall& c) {
+  c.act_tensor_scale = 0, c.act_tensor_zero = 0;
+  if (w.act_quant == kActNone || w.act_granularity == kPerToken) return;
+  if (w.act_granularity == kStatic) {
+    c.act_tensor_scale = w.act_scale, c.act_tensor_zero = w.act_zero;
     return;
   }
   float low, high;
-  const bool finite = t.range(c.x, c.m * w.k, c.dtype, &low, &high);
-  quantizer(w, low, high, &c.tensor_scale, &c.tensor_zero);
-  if (!finite) c.tensor_scale = __builtin_nanf("");
+  const bool finite = kernels.min_max(c.x, c.m * w.k, c.dtype, &low, &high);
+  act_quant_params(w, low, high, &c.act_tensor_scale, &c.act_tensor_zero);
+  if (!finite) c.act_tensor_scale = __builtin_nanf("");
 }
 
-// Parts that the blocks are dealt out in. One row: a few long ones for each thread, of one size if possible. More: many, since a
-// thread that the system stops for a while leaves the rest to the others.
-int64_t parts_of(int64_t blocks, int64_t rows) {
-  const int64_t each = threads();
-  if (rows > kTile) return blocks < 16 * each ? blocks : 16 * each;
+// Partitions of the N blocks, one task each. Small M: a few long ones for each thread, of equal length if possible. Large M: many, so
+// that a thread which the OS preempts leaves its rest to the others.
+int64_t num_n_partitions(int64_t blocks, int64_t m) {
+  const int64_t team = num_threads();
+  if (m > kMaxTileM) return blocks < 16 * team ? blocks : 16 * team;
   int64_t best = blocks;
-  for (int64_t n = 4 * each, least = INT64_MAX; n >= each && blocks > each; n -= each) {
-    const int64_t padded = (blocks + n - 1) / n * n;  // what they take if all are as long as the longest
+  for (int64_t n = 4 * team, least = INT64_MAX; n >= team && blocks > team; n -= team) {
+    const int64_t padded = (blocks + n - 1) / n * n;  // work if all partitions are as long as the longest
     if (n <= blocks && padded < least) best = n, least = padded;
   }
   return best;
 }
 
-// Pieces of the tiles: so that a product with few blocks has enough parts, and so that a piece of the input stays in a core's
-// second-level cache while the blocks go by, where these are decoded for each tile anyway (1000 x 4304, M=1024: 10.6 to 10.2 ms).
-int64_t pieces_of(const Call& c, int64_t parts, int64_t tiles) {
-  const int64_t wanted = (16 * threads() + parts - 1) / parts, most = tiles / 4;
-  const int64_t pieces = most < 2 || wanted < 2 ? 1 : wanted < most ? wanted : most;
-  if (c.wide || c.mode == kI8Mode) return pieces;
-  const int64_t fitting = (c.m * c.words * 4 + kPieceBytes - 1) / kPieceBytes;
-  return pieces > fitting ? pieces : fitting < tiles ? fitting : tiles;
+// Partitions of the M tiles: so that a layer of few N blocks has enough tasks, and so that a chunk of packed activations stays in L2
+// while the N blocks go by, where W is dequantized for each M tile anyway (1000 x 4304, M=1024: 10.6 to 10.2 ms).
+int64_t num_m_partitions(const GemmCall& c, int64_t n_partitions, int64_t tiles) {
+  const int64_t wanted = (16 * num_threads() + n_partitions - 1) / n_partitions, most = tiles / 4;
+  const int64_t partitions = most < 2 || wanted < 2 ? 1 : wanted < most ? wanted : most;
+  if (c.use_panel || c.compute == kComputeInt8) return partitions;
+  const int64_t fitting = (c.m * c.row_int32 * 4 + kXChunkBytes - 1) / kXChunkBytes;
+  return partitions > fitting ? partitions : fitting < tiles ? fitting : tiles;
 }
 
-// One plain row is multiplied as it is where the packed columns are the input's.
-bool direct(const Call& c) {
-  const Meta& w = *c.w;
-  return c.m == 1 && c.mode == kBF16Mode && w.act == kPlain && !w.map && w.kp == w.k && w.offset_type == kNone;
+// Whether x is read where it lies: one bfloat16 row whose columns are the packed columns.
+bool reads_x_in_place(const GemmCall& c) {
+  const PackedHeader& w = *c.w;
+  return c.m == 1 && c.compute == kComputeBF16 && w.act_quant == kActNone && !w.column_map && w.k_packed == w.k && w.offset_type == kNone;
 }
 
-// Places of the prepared input from `at` on, where that is not null. Returns their bytes; `room` is prepare's, at their end.
-size_t place(Call& c, uint8_t* at, float** room) {
-  const Meta& w = *c.w;
-  size_t need = 0;
-  const size_t words_at = need;
-  need += round_up(direct(c) ? 0 : size_t(c.m) * c.words * 4);
-  const size_t sums_at = need;
-  need += round_up(size_t(c.m) * w.groups * 4);
-  const size_t starts_at = need;
-  need += c.mode == kI8Mode ? round_up(size_t(c.m) * w.groups * 4) : 0;
-  const size_t scale_at = need;
-  need += round_up(size_t(c.m) * 4);
-  const size_t room_at = need;
-  need += size_t(kTile + 2) * w.kp * 4;
-  if (at == nullptr) return need;
-  c.xp = direct(c) ? static_cast<const uint32_t*>(c.x) : reinterpret_cast<uint32_t*>(at + words_at);
-  c.sums = reinterpret_cast<float*>(at + sums_at);
-  c.starts = reinterpret_cast<int32_t*>(at + starts_at);
-  c.row_scale = w.act == kPlain ? nullptr : reinterpret_cast<float*>(at + scale_at);
-  *room = reinterpret_cast<float*>(at + room_at);
-  return need;
+// Places the call's buffers in `workspace`, unless that is null, with pack_activations' scratch at the end. Returns their bytes.
+size_t lay_out_workspace(GemmCall& c, uint8_t* workspace, float** scratch) {
+  const PackedHeader& w = *c.w;
+  size_t bytes = 0;
+  const size_t x_at = bytes;
+  bytes += round_up(reads_x_in_place(c) ? 0 : size_t(c.m) * c.row_int32 * 4);
+  const size_t sums_at = bytes;
+  bytes += round_up(size_t(c.m) * w.num_groups * 4);
+  const size_t init_at = bytes;
+  bytes += c.compute == kComputeInt8 ? round_up(size_t(c.m) * w.num_groups * 4) : 0;
+  const size_t scale_at = bytes;
+  bytes += round_up(size_t(c.m) * 4);
+  const size_t scratch_at = bytes;
+  bytes += size_t(kMaxTileM + 2) * w.k_packed * 4;
+  if (workspace == nullptr) return bytes;
+  c.x_packed = reads_x_in_place(c) ? static_cast<const uint32_t*>(c.x) : reinterpret_cast<uint32_t*>(workspace + x_at);
+  c.x_group_sums = reinterpret_cast<float*>(workspace + sums_at);
+  c.acc_init = reinterpret_cast<int32_t*>(workspace + init_at);
+  c.act_scale = w.act_quant == kActNone ? nullptr : reinterpret_cast<float*>(workspace + scale_at);
+  *scratch = reinterpret_cast<float*>(workspace + scratch_at);
+  return bytes;
 }
 
-// Rows [0, c.m) of c.x. Returns 0, or -2 where there is no memory.
-int pass(Call& c, const GemmTable& t) {
-  const Meta& w = *c.w;
-  const int64_t rows = c.m, tiles = tiles_of(c);
-  c.wide = t.wide(c);
-  float* room;
-  uint8_t* at = static_cast<uint8_t*>(reserve(shared_part, place(c, nullptr, &room)));
-  if (at == nullptr) return -2;
-  place(c, at, &room);
-  int failed = 0;
-  if (!direct(c)) {
-    if (rows * c.words <= kSerialWords) {
-      for (int64_t i = 0; i < tiles; ++i) t.prepare(c, i, room);
-    } else {
-      parallel_for(tiles, [&](int64_t i) {
-        float* mine = static_cast<float*>(reserve(own_part, size_t(kTile + 2) * w.kp * 4));
-        if (mine == nullptr) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
-        else t.prepare(c, i, mine);
-      });
-    }
+// Pack all M tiles. Returns 0; -2: no memory.
+int pack_all_activations(const GemmCall& c, const GemmKernels& kernels, float* scratch) {
+  const int64_t tiles = num_m_tiles(c);
+  if (c.m * c.row_int32 <= kSerialPackInt32) {
+    for (int64_t i = 0; i < tiles; ++i) kernels.pack_activations(c, i, scratch);
+    return 0;
   }
-  if (failed) return -2;
-  const int64_t blocks = blocks_of(w), parts = parts_of(blocks, rows), pieces = pieces_of(c, parts, tiles);
-  const size_t own = kPanelBytes + size_t(c.wide ? c.m : 0) * kRows * 8;
-  parallel_for(pieces * parts, [&](int64_t task) {
-    const int64_t part = task % parts, piece = task / parts;
-    Call mine = c;
-    mine.first_tile = tiles * piece / pieces, mine.last_tile = tiles * (piece + 1) / pieces;
-    uint32_t* panel = static_cast<uint32_t*>(reserve(own_part, own));
-    if (panel == nullptr) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
-    else t.blocks(mine, blocks * part / parts, blocks * (part + 1) / parts, panel, reinterpret_cast<float*>(panel) + kPanelBytes / 4);
+  int failed = 0;
+  parallel_for(tiles, [&](int64_t i) {
+    float* own = static_cast<float*>(reserve(thread_workspace, size_t(kMaxTileM + 2) * c.w->k_packed * 4));
+    if (own == nullptr) __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);
+    else kernels.pack_activations(c, i, own);
   });
-  return failed ? -2 : 0;
+  return failed;
 }
 
-}  // namespace
-}  // namespace bitline
+// Rows [0, c.m) of c.x. Returns 0; -2: no memory.
+int run_pass(GemmCall& c, const GemmKernels& kernels) {
+  const PackedHeader& w = *c.w;
+  c.use_panel = kernels.prefers_panel(c);
+  float* scratch;
+  uint8_t* workspace = static_cast<uint8_t*>(reserve(call_workspace, lay_out_workspace(c, nullptr, &scratch)));
+  if (workspace == nullptr) return -2;
+  lay_out_workspace(c, workspace, &scratch);
+  if (!reads_x_in_place(c))
+    if (const int failed = pack_all_activations(c, kernels, scratch)) return failed;
+  const int64_t tiles = num_m_tiles(c), blocks = num_n_blocks(w);
+  const int64_t n_partitions = num_n_partitions(blocks, c.m), m_partitions = num_m_partitions(c, n_partitions, tiles);
+  const size_t thread_bytes = kPanelBytes + size_t(c.use_panel ? c.m : 0) * kBlockN * 8;
+  int failed = 0;
+  parallel_for(m_partitions * n_partitions, [&](int64_t task) {
+    const int64_t n_part = task % n_partitions, m_part = task / n_partitions;
+    GemmCall own = c;
+    own.m_tile_begin = tiles * m_part / m_partitions, own.m_tile_end = tiles * (m_part + 1) / m_partitions;
+    uint32_t* panel = static_cast<uint32_t*>(reserve(thread_workspace, thread_bytes));
+    if (panel == nullptr) {
+      __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);
+      return;
+    }
+    float* acc = reinterpret_cast<float*>(panel) + kPanelBytes / 4;
+    kernels.compute_blocks(own, blocks * n_part / n_partitions, blocks * (n_part + 1) / n_partitions, panel, acc);
+  });
+  return failed;
+}
 
-using namespace bitline;
-
-namespace bitline {
-namespace {
-
-// What a call of a packed weight needs to know before its rows. Returns 0, or what bitline_gemm returns.
-int begin(Call& c, const GemmTable* t, const void* x, const void* packed, const void* bias, int dtype) {
-  const Meta& w = *static_cast<const Meta*>(packed);
-  if (w.magic != kMagic) return -1;
-  if (t == nullptr) return -3;
+// What does not depend on M. Returns 0, or bitline_gemm's error.
+int init_call(GemmCall& c, const GemmKernels* kernels, const void* x, const void* packed, const void* bias, int dtype) {
+  const PackedHeader& w = *static_cast<const PackedHeader*>(packed);
+  if (w.magic != kPackedMagic) return -1;
+  if (kernels == nullptr) return -3;
   memset(&c, 0, sizeof c);
   c.w = &w, c.base = static_cast<const uint8_t*>(packed), c.bias = bias, c.dtype = Dtype(dtype);
-  c.mode = mode_of(w, dtype, *t);
-  c.words = w.kp / (c.mode == kBF16Mode ? 2 : c.mode == kF32Mode ? 1 : 4);
+  c.compute = compute_type(w, dtype, *kernels);
+  c.row_int32 = w.k_packed / (c.compute == kComputeBF16 ? 2 : c.compute == kComputeF32 ? 1 : 4);
   c.x = x;
   return 0;
 }
@@ -156,66 +163,69 @@ int begin(Call& c, const GemmTable* t, const void* x, const void* packed, const 
 }  // namespace
 }  // namespace bitline
 
-// y [m, n] = x [m, k] times a packed weight, plus bias [n] where it is not null; all of one dtype, contiguous.
-// Returns 0; -1: not a packed weight of this version; -2: no memory; -3: this level of CPU features has no kernel.
+using namespace bitline;
+
+// y [m, n] = x [m, k] @ W.T + bias [n] (or null) with a packed W; x, bias and y contiguous, of one dtype (enum Dtype).
+// Returns 0; -1: not a packed weight of this version; -2: no memory; -3: no kernel at this ISA level.
 BITLINE_EXPORT int bitline_gemm(const void* x, int64_t m, const void* packed, const void* bias, void* y, int dtype) {
-  const GemmTable* t = table();
-  Call c;
-  if (const int failed = begin(c, t, x, packed, bias, dtype)) return failed;
-  const Meta& w = *c.w;
-  const int64_t item = dtype == kX32 ? 4 : 2;
+  const GemmKernels* kernels = gemm_kernels();
+  GemmCall c;
+  if (const int failed = init_call(c, kernels, x, packed, bias, dtype)) return failed;
+  const PackedHeader& w = *c.w;
+  const int64_t itemsize = dtype == kFloat32 ? 4 : 2;
   c.m = m;
-  tensor_scale(w, *t, c);
-  for (int64_t row = 0; row < m; row += kMostRows) {
-    c.x = static_cast<const uint8_t*>(x) + row * w.k * item;
-    c.y = static_cast<uint8_t*>(y) + row * w.n * item;
-    c.m = m - row < kMostRows ? m - row : kMostRows;
-    if (const int failed = pass(c, *t)) return failed;
+  set_act_tensor_scale(w, *kernels, c);
+  for (int64_t row = 0; row < m; row += kMaxPassM) {
+    c.x = static_cast<const uint8_t*>(x) + row * w.k * itemsize;
+    c.y = static_cast<uint8_t*>(y) + row * w.n * itemsize;
+    c.m = m - row < kMaxPassM ? m - row : kMaxPassM;
+    if (const int failed = run_pass(c, *kernels)) return failed;
   }
   return 0;
 }
 
-// One row x [k] times up to three packed weights of k columns, in one parallel loop; third and its bias may be null. y: the
-// results one after another. Each is what bitline_gemm gives. Returns as bitline_gemm; -4: they have not all k columns.
-BITLINE_EXPORT int bitline_gemm_row(const void* x, int64_t k, const void* first, const void* first_bias, const void* second,
-                                    const void* second_bias, const void* third, const void* third_bias, void* y, int dtype) {
-  const GemmTable* t = table();
-  const void *const packed[] = {first, second, third}, *const bias[] = {first_bias, second_bias, third_bias};
-  const int count = third == nullptr ? 2 : 3;
-  Call calls[3];
-  float* room[3];
-  size_t need = 0;
-  int64_t starts[4] = {0, 0, 0, 0};  // of each weight's blocks among all
+// x [k] @ W.T for two or three packed weights of k columns in one parallel loop, as for q, k, v or gate, up; w2 and bias2 may be null.
+// y: the results one after another, each bit-equal to bitline_gemm's. Returns as bitline_gemm; -4: a weight has not k columns.
+BITLINE_EXPORT int bitline_fused_gemv(const void* x, int64_t k, const void* w0, const void* bias0, const void* w1, const void* bias1,
+                                      const void* w2, const void* bias2, void* y, int dtype) {
+  const GemmKernels* kernels = gemm_kernels();
+  const void *const packed[] = {w0, w1, w2}, *const bias[] = {bias0, bias1, bias2};
+  const int count = w2 == nullptr ? 2 : 3;
+  GemmCall calls[3];
+  float* scratch[3];
+  size_t bytes = 0;
+  int64_t block_start[4] = {0, 0, 0, 0};  // of each weight's N blocks among all
   uint8_t* out = static_cast<uint8_t*>(y);
   for (int i = 0; i < count; ++i) {
-    Call& c = calls[i];
-    if (const int failed = begin(c, t, x, packed[i], bias[i], dtype)) return failed;
+    GemmCall& c = calls[i];
+    if (const int failed = init_call(c, kernels, x, packed[i], bias[i], dtype)) return failed;
     if (c.w->k != k) return -4;
-    c.m = 1, c.y = out, c.last_tile = 1;
-    out += c.w->n * (dtype == kX32 ? 4 : 2);
-    tensor_scale(*c.w, *t, c);
-    need += round_up(place(c, nullptr, &room[i]));
-    starts[i + 1] = starts[i] + blocks_of(*c.w);
+    c.m = 1, c.y = out, c.m_tile_end = 1;
+    out += c.w->n * (dtype == kFloat32 ? 4 : 2);
+    set_act_tensor_scale(*c.w, *kernels, c);
+    bytes += round_up(lay_out_workspace(c, nullptr, &scratch[i]));
+    block_start[i + 1] = block_start[i] + num_n_blocks(*c.w);
   }
-  uint8_t* at = static_cast<uint8_t*>(reserve(shared_part, need));
-  if (at == nullptr) return -2;
+  uint8_t* workspace = static_cast<uint8_t*>(reserve(call_workspace, bytes));
+  if (workspace == nullptr) return -2;
   for (int i = 0; i < count; ++i) {
-    at += round_up(place(calls[i], at, &room[i]));
-    if (!direct(calls[i])) t->prepare(calls[i], 0, room[i]);
+    workspace += round_up(lay_out_workspace(calls[i], workspace, &scratch[i]));
+    if (!reads_x_in_place(calls[i])) kernels->pack_activations(calls[i], 0, scratch[i]);
   }
-  const int64_t blocks = starts[count], parts = parts_of(blocks, 1);
+  const int64_t blocks = block_start[count], partitions = num_n_partitions(blocks, 1);
   int failed = 0;
-  parallel_for(parts, [&](int64_t part) {
-    const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
-    uint32_t* panel = static_cast<uint32_t*>(reserve(own_part, kPanelBytes));
+  parallel_for(partitions, [&](int64_t part) {
+    const int64_t from = blocks * part / partitions, to = blocks * (part + 1) / partitions;
+    uint32_t* panel = static_cast<uint32_t*>(reserve(thread_workspace, kPanelBytes));
     if (panel == nullptr) {
-      __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+      __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);
       return;
     }
     for (int i = 0; i < count; ++i) {
-      const int64_t low = from > starts[i] ? from - starts[i] : 0, high = (to < starts[i + 1] ? to : starts[i + 1]) - starts[i];
-      if (low < high) t->blocks(calls[i], low, high, panel, reinterpret_cast<float*>(panel) + kPanelBytes / 4);
+      const int64_t begin = from > block_start[i] ? from - block_start[i] : 0;
+      const int64_t end = (to < block_start[i + 1] ? to : block_start[i + 1]) - block_start[i];
+      if (begin < end) kernels->compute_blocks(calls[i], begin, end, panel, reinterpret_cast<float*>(panel) + kPanelBytes / 4);
     }
   });
-  return failed ? -2 : 0;
+  return failed;
 }

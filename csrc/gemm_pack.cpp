@@ -4,83 +4,95 @@
 #include <string.h>
 
 #include "bitstream.h"
-#include "gemm.h"
 #include "parallel.h"
 
 namespace bitline {
 namespace {
 
-static_assert(kPackRows == kRows);
-
-const GemmPackTable& table() {
-  static constexpr const GemmPackTable* tables[kLevels] = {&portable::gemm_pack, BITLINE_AVX2_TABLE(&avx2::gemm_pack),
-                                                           BITLINE_AVX512_TABLE(&avx512::gemm_pack), nullptr};
-  return pick(tables);
+const GemmPackKernels& kernels() {
+  static constexpr const GemmPackKernels* by_level[kNumLevels] = {&portable::gemm_pack_kernels,
+                                                                  BITLINE_AVX2_KERNELS(&avx2::gemm_pack_kernels),
+                                                                  BITLINE_AVX512_KERNELS(&avx512::gemm_pack_kernels), nullptr};
+  return dispatch(by_level);
 }
 
-// Add bits to a word's pieces, to one that moves by as much where there is one.
-void add(StepPlan& plan, int& count, int begin, int from, int left, uint32_t mask) {
+// Add a bit to the move of the same source and distance, or begin another one.
+void add_move(KBlockPlan& plan, int& count, int begin, int source, int shift, uint32_t mask) {
   for (int i = begin; i < count; ++i) {
-    Piece& p = plan.pieces[i];
-    if (p.from == from && p.left == left) {
-      p.mask |= mask;
+    BitMove& move = plan.moves[i];
+    if (move.source == source && move.shift == shift) {
+      move.mask |= mask;
       return;
     }
   }
-  plan.pieces[count++] = {from, left, mask};
+  plan.moves[count++] = {source, shift, mask};
 }
 
-StepPlan plan_of(int width, int flip) {
-  StepPlan plan;
+KBlockPlan make_plan(int bits, int flip) {
+  KBlockPlan plan;
   memset(&plan, 0, sizeof plan);
-  const int columns = int(step_of(width));
-  plan.words = columns * width / 32;
+  const int columns = int(k_block_of(bits));
+  plan.int32_count = columns * bits / 32;
   int count = 0;
-  for (int w = 0; w < plan.words; ++w) {
-    plan.first[w] = count;
-    for (int direction = 0; direction < 2; ++direction) {  // to the left and in place, then to the right
-      if (direction == 1) plan.right[w] = count;
+  for (int i = 0; i < plan.int32_count; ++i) {
+    plan.first_move[i] = count;
+    for (int right = 0; right < 2; ++right) {
+      if (right == 1) plan.first_right[i] = count;
       const int begin = count;
       for (int c = 0; c < columns; ++c) {
-        for (int b = 0; b < width; ++b) {
-          const Place to = place(width, c, b);
-          const int source = c * width + b, left = to.bit - source % 32;
-          if (to.word == w && (left < 0) == (direction == 1)) add(plan, count, begin, source / 32, left, 1u << to.bit);
+        for (int b = 0; b < bits; ++b) {
+          const BitPosition to = bit_position(bits, c, b);
+          const int source = c * bits + b, shift = to.bit - source % 32;
+          if (to.index == i && (shift < 0) == (right == 1)) add_move(plan, count, begin, source / 32, shift, 1u << to.bit);
         }
       }
     }
   }
-  plan.first[plan.words] = count;
+  plan.first_move[plan.int32_count] = count;
   for (int c = 0; c < columns; ++c)
-    for (int b = 0; b < width; ++b)
-      if (flip >> b & 1) plan.flip[(c * width + b) / 32] |= 1u << ((c * width + b) % 32);
+    for (int b = 0; b < bits; ++b)
+      if (flip >> b & 1) plan.flip[(c * bits + b) / 32] |= 1u << ((c * bits + b) % 32);
   return plan;
 }
 
-// The source of one block: rows as they are, or made to be what `steps` reads.
-struct Source {
+// The rows that are packed (bitstream.h).
+struct CanonicalCodes {
   const uint8_t* codes;
   int64_t stride, n, k;
-  int width;               // bits of a code
-  const int32_t* columns;  // the column of each packed one, -1 for none; null where they are the same
+  int bits;
+  const int32_t* columns;  // the source column of each packed column, -1 for padding; null: the same
 };
 
-// Row r with kp columns of `width` bits, in `room`: chosen columns, or wider codes. xored with `flip`, zero where there is none.
-void make(const Source& s, int64_t r, const Meta& w, int flip, uint8_t* bytes, uint8_t* room) {
-  uint8_t* chosen = bytes + s.k;
+// Row r as `out`, k_packed codes of w.bits bits: columns gathered, widened, XORed with flip, zero in padding.
+void repack_row(const CanonicalCodes& s, int64_t r, const PackedHeader& w, int flip, uint8_t* unpacked, uint8_t* out) {
+  uint8_t* gathered = unpacked + s.k;
   const uint8_t* from = s.codes + r * s.stride;
-  if (s.width == 8)
-    memcpy(bytes, from, size_t(s.k));
+  if (s.bits == 8)
+    memcpy(unpacked, from, size_t(s.k));
   else
-    bitstream().unpack(from, s.k, s.width, bytes);
-  for (int64_t j = 0; j < w.kp; ++j) {
+    bitstream().unpack(from, s.k, s.bits, unpacked);
+  for (int64_t j = 0; j < w.k_packed; ++j) {
     const int64_t column = s.columns == nullptr ? j : s.columns[j];
-    chosen[j] = column >= 0 && column < s.k ? uint8_t(bytes[column] ^ flip) : 0;
+    gathered[j] = column >= 0 && column < s.k ? uint8_t(unpacked[column] ^ flip) : 0;
   }
-  if (w.width == 8)
-    memcpy(room, chosen, size_t(w.kp));
+  if (w.bits == 8)
+    memcpy(out, gathered, size_t(w.k_packed));
   else
-    bitstream().pack(chosen, w.kp, int(w.width), room);
+    bitstream().pack(gathered, w.k_packed, int(w.bits), out);
+}
+
+// Copies of the rows' bytes [byte, byte + chunk_bytes), XORed with plan.flip as far as there are codes, zero behind them and in
+// rows that W lacks: the source rows must not be read past their end.
+void copy_edge(const CanonicalCodes& s, int64_t first_row, int64_t rows, int64_t byte, int64_t chunk_bytes, const PackedHeader& w,
+               const KBlockPlan& plan, uint8_t* copies) {
+  memset(copies, 0, size_t(kBlockN * chunk_bytes));
+  const int64_t row_end = row_bytes(w.k, int(w.bits)), left = row_end - byte < chunk_bytes ? row_end - byte : chunk_bytes;
+  for (int64_t r = 0; r < rows && left > 0; ++r) {
+    uint8_t* row = copies + r * chunk_bytes;
+    memcpy(row, s.codes + (first_row + r) * s.stride + byte, size_t(left));
+    for (int64_t i = 0; i < left; ++i) row[i] ^= reinterpret_cast<const uint8_t*>(plan.flip)[i % (plan.int32_count * 4)];
+    if (byte + left == row_end && w.k * w.bits % 8 != 0) row[left - 1] &= uint8_t((1 << (w.k * w.bits % 8)) - 1);
+  }
 }
 
 }  // namespace
@@ -88,77 +100,68 @@ void make(const Source& s, int64_t r, const Meta& w, int flip, uint8_t* bytes, u
 
 using namespace bitline;
 
-// Write the codes of a packed weight whose Meta is there. src: its n rows, `stride` bytes apart, of k codes of `width` bits,
-// each xored with `flip`. columns: the column of each packed one, -1 for padding; null where packed columns are the columns.
-// Everything is written, what is past n and k as zero. Returns 0, or -2 where there is no memory.
-BITLINE_EXPORT int bitline_gemm_pack_rows(const uint8_t* src, int64_t stride, int width, int flip, const int32_t* columns,
-                                          void* packed) {
-  const Meta& w = *static_cast<const Meta*>(packed);
-  const Source source{src, stride, w.n, w.k, width, columns};
-  const bool made = columns != nullptr || width != w.width;
-  const StepPlan plan = plan_of(int(w.width), made ? 0 : flip);
-  const int64_t words = plan.words, total = w.kp / step_of(w.width), part_bytes = kPackSteps * words * 4;
-  const int64_t row_size = total * words * 4 + part_bytes, own = row_bytes(w.k, int(w.width));
-  const auto steps = table().steps;
+// Write the codes of a packed weight whose header is there. src: n rows, `stride` bytes apart, of k codes of `bits` bits, each XORed
+// with `flip`. columns: the source column of each packed column, -1 for padding; null: packed columns are the source columns.
+// The whole section is written, zero past n and k. Returns 0; -2: no memory.
+BITLINE_EXPORT int bitline_gemm_pack_codes(const uint8_t* src, int64_t stride, int bits, int flip, const int32_t* columns,
+                                           void* packed) {
+  const PackedHeader& w = *static_cast<const PackedHeader*>(packed);
+  const CanonicalCodes source{src, stride, w.n, w.k, bits, columns};
+  const bool repacked = columns != nullptr || bits != w.bits;  // else K blocks are made of the source rows themselves
+  const KBlockPlan plan = make_plan(int(w.bits), repacked ? 0 : flip);
+  KBlockPlan unflipped = plan;  // for rows that are XORed already, whose padding stays zero
+  memset(unflipped.flip, 0, sizeof unflipped.flip);
+  const int64_t k_blocks = w.k_packed / k_block_of(w.bits), chunk_bytes = kPackKBlocks * plan.int32_count * 4;
+  const int64_t scratch_stride = repacked ? k_blocks * plan.int32_count * 4 + chunk_bytes : chunk_bytes;
+  const auto pack_k_blocks = kernels().pack_k_blocks;
   uint8_t* codes = static_cast<uint8_t*>(packed) + w.codes;
   int failed = 0;
-  parallel_for(blocks_of(w), [&](int64_t block) {
-    const int64_t first = block * kPackRows, rows = w.n - first < kPackRows ? w.n - first : kPackRows;
-    // Rows that are made, and the end of rows that are read where they lie, which must not be read beyond.
-    const int64_t room_stride = made ? row_size : part_bytes;
-    uint8_t* room = static_cast<uint8_t*>(calloc(size_t(kPackRows * room_stride + w.k + w.kp), 1));
-    if (room == nullptr) {
+  parallel_for(num_n_blocks(w), [&](int64_t block) {
+    const int64_t first = block * kBlockN, rows = w.n - first < kBlockN ? w.n - first : kBlockN;
+    uint8_t* scratch = static_cast<uint8_t*>(calloc(size_t(kBlockN * scratch_stride + w.k + w.k_packed), 1));
+    if (scratch == nullptr) {
       __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);
       return;
     }
-    if (made)
+    if (repacked)
       for (int64_t r = 0; r < rows; ++r)
-        make(source, first + r, w, flip, room + kPackRows * room_stride, room + r * room_stride);
-    for (int64_t at = 0; at < total; at += kPackSteps) {
-      const int64_t count = total - at < kPackSteps ? total - at : kPackSteps, byte = at * words * 4;
-      uint32_t* to = reinterpret_cast<uint32_t*>(codes + block * block_bytes(w)) + at * words * kPackRows;
-      if (made) {
-        steps(room + byte, room_stride, count, plan, to);
-      } else if (rows == kPackRows && byte + part_bytes <= w.k * w.width / 8) {
-        steps(src + first * stride + byte, stride, count, plan, to);
+        repack_row(source, first + r, w, flip, scratch + kBlockN * scratch_stride, scratch + r * scratch_stride);
+    for (int64_t k = 0; k < k_blocks; k += kPackKBlocks) {
+      const int64_t count = k_blocks - k < kPackKBlocks ? k_blocks - k : kPackKBlocks, byte = k * plan.int32_count * 4;
+      uint32_t* to = reinterpret_cast<uint32_t*>(codes + block * n_block_bytes(w)) + k * plan.int32_count * kBlockN;
+      if (repacked) {
+        pack_k_blocks(scratch + byte, scratch_stride, count, plan, to);
+      } else if (rows == kBlockN && byte + chunk_bytes <= w.k * w.bits / 8) {
+        pack_k_blocks(src + first * stride + byte, stride, count, plan, to);
       } else {
-        memset(room, 0, size_t(kPackRows * room_stride));
-        const int64_t left = own - byte < part_bytes ? own - byte : part_bytes;
-        for (int64_t r = 0; r < rows && left > 0; ++r) {
-          uint8_t* row = room + r * room_stride;
-          memcpy(row, src + (first + r) * stride + byte, size_t(left));
-          for (int64_t i = 0; i < left; ++i) row[i] ^= reinterpret_cast<const uint8_t*>(plan.flip)[i % (words * 4)];
-          if (byte + left == own && w.k * w.width % 8 != 0) row[left - 1] &= uint8_t((1 << (w.k * w.width % 8)) - 1);
-        }
-        StepPlan flipped = plan;  // what is padding stays zero
-        memset(flipped.flip, 0, sizeof flipped.flip);
-        steps(room, room_stride, count, flipped, to);
+        copy_edge(source, first, rows, byte, chunk_bytes, w, plan, scratch);
+        pack_k_blocks(scratch, scratch_stride, count, unflipped, to);
       }
     }
-    free(room);
+    free(scratch);
   });
   return failed;
 }
 
-// dst [rows / 32][count][32] = src[(r + offset) / each][pick[j]], numbers of 1, 2 or 4 bytes; rows past n are zero. The stride is
-// in numbers; rows is a multiple of 32.
-BITLINE_EXPORT void bitline_gemm_pack_scales(const void* src, int64_t stride, int size, int64_t n, int64_t each, int64_t offset,
-                                             const int64_t* pick, int64_t count, int64_t rows, void* dst) {
+// dst [n_pad / 32][count][32] = src[(row + row_offset) / rows_per_scale][index[j]], elements of 1, 2 or 4 bytes; rows past n are zero.
+// The stride is in elements; n_pad is a multiple of 32.
+BITLINE_EXPORT void bitline_gemm_pack_scales(const void* src, int64_t stride, int itemsize, int64_t n, int64_t rows_per_scale,
+                                             int64_t row_offset, const int64_t* index, int64_t count, int64_t n_pad, void* dst) {
   const auto fill = [=](auto* out, const auto* in, int64_t block) {
-    for (int64_t i = 0; i < kPackRows; ++i) {
-      const int64_t r = block * kPackRows + i;
-      auto* to = out + block * kPackRows * count + i;
+    for (int64_t i = 0; i < kBlockN; ++i) {
+      const int64_t r = block * kBlockN + i;
+      auto* to = out + block * kBlockN * count + i;
       if (r >= n) {
-        for (int64_t j = 0; j < count; ++j) to[j * kPackRows] = 0;
+        for (int64_t j = 0; j < count; ++j) to[j * kBlockN] = 0;
         continue;
       }
-      const auto* from = in + (r + offset) / each * stride;
-      for (int64_t j = 0; j < count; ++j) to[j * kPackRows] = from[pick[j]];
+      const auto* from = in + (r + row_offset) / rows_per_scale * stride;
+      for (int64_t j = 0; j < count; ++j) to[j * kBlockN] = from[index[j]];
     }
   };
-  parallel_for(rows / kPackRows, [&](int64_t block) {
-    if (size == 1) fill(static_cast<uint8_t*>(dst), static_cast<const uint8_t*>(src), block);
-    if (size == 2) fill(static_cast<uint16_t*>(dst), static_cast<const uint16_t*>(src), block);
-    if (size == 4) fill(static_cast<uint32_t*>(dst), static_cast<const uint32_t*>(src), block);
+  parallel_for(n_pad / kBlockN, [&](int64_t block) {
+    if (itemsize == 1) fill(static_cast<uint8_t*>(dst), static_cast<const uint8_t*>(src), block);
+    if (itemsize == 2) fill(static_cast<uint16_t*>(dst), static_cast<const uint16_t*>(src), block);
+    if (itemsize == 4) fill(static_cast<uint32_t*>(dst), static_cast<const uint32_t*>(src), block);
   });
 }

@@ -1,37 +1,37 @@
-// Rows of codes to the packed weight of gemm.h.
+// Rows of codes to the K blocks of a packed weight (packed_weight.h).
 #pragma once
 
-#include "isa.h"
+#include "packed_weight.h"
 
 namespace bitline {
 
-constexpr int kPackRows = 32;   // rows of a block
-constexpr int kPackSteps = 16;  // steps laid out at a time
-constexpr int kMostWords = 5;   // words of a row in a step
-constexpr int kMostPieces = 80;
+constexpr int kPackKBlocks = 16;  // K blocks laid out at a time
+constexpr int kMaxInt32 = 5;      // int32 of a row in a K block
+constexpr int kMaxBitMoves = 80;
 
-// Bits of word `from` of a step that lie `left` lower (or -left higher) than where they belong in the word made.
-struct Piece {
-  int32_t from, left;
-  uint32_t mask;  // where they belong
+// Bits of source int32 `source` of a K block that move by the same distance: `shift` to the left, or -shift to the right.
+struct BitMove {
+  int32_t source, shift;
+  uint32_t mask;  // where they end up
 };
 
-// How the words of a step are made: pieces [first[w], first[w + 1]) for word w, the first of them of left >= 0 up to right[w].
-struct StepPlan {
-  int words;
-  int first[kMostWords + 1], right[kMostWords];
-  uint32_t flip[kMostWords];  // what the words of the codes are xored with before
-  Piece pieces[kMostPieces];
+// How the int32 of a K block are made from a row's bit stream: moves [first_move[i], first_move[i + 1]) make int32 i, those with
+// shift >= 0 before first_right[i].
+struct KBlockPlan {
+  int int32_count;
+  int first_move[kMaxInt32 + 1], first_right[kMaxInt32];
+  uint32_t flip[kMaxInt32];  // XORed to the source int32 before
+  BitMove moves[kMaxBitMoves];
 };
 
-struct GemmPackTable {
-  // Up to kPackSteps steps of 32 rows, `stride` bytes apart, of which kPackSteps * words words can be read each, to dst
-  // [steps * words][32].
-  void (*steps)(const uint8_t* src, int64_t stride, int64_t steps, const StepPlan& plan, uint32_t* dst);
+struct GemmPackKernels {
+  // Up to kPackKBlocks K blocks of 32 rows, `stride` bytes apart, to dst [k_blocks * int32_count][32]. kPackKBlocks * int32_count
+  // int32 of each row must be readable.
+  void (*pack_k_blocks)(const uint8_t* src, int64_t stride, int64_t k_blocks, const KBlockPlan& plan, uint32_t* dst);
 };
 
-namespace portable { extern const GemmPackTable gemm_pack; }
-BITLINE_AVX2(namespace avx2 { extern const GemmPackTable gemm_pack; })
-BITLINE_AVX512(namespace avx512 { extern const GemmPackTable gemm_pack; })
+namespace portable { extern const GemmPackKernels gemm_pack_kernels; }
+BITLINE_AVX2(namespace avx2 { extern const GemmPackKernels gemm_pack_kernels; })
+BITLINE_AVX512(namespace avx512 { extern const GemmPackKernels gemm_pack_kernels; })
 
 }  // namespace bitline

@@ -1,4 +1,4 @@
-// Which level this CPU, this system and this build have, and which one is in use.
+// Detects the ISA level of CPU, OS and build, and holds the one in use.
 #include "isa.h"
 
 #if defined(__x86_64__)
@@ -13,17 +13,17 @@ namespace bitline {
 namespace {
 
 #if defined(__x86_64__)
-bool has(uint32_t word, int bit) { return (word >> bit) & 1; }
+bool has_bit(uint32_t reg, int bit) { return (reg >> bit) & 1; }
 
-// XCR0: the register states that the system saves. Bits 1, 2: SSE and AVX; 5, 6, 7: AVX-512; 17, 18: tiles.
-uint64_t saved_states() {
+// XCR0: register states that the OS saves. Bits 1, 2: SSE and AVX; 5, 6, 7: AVX-512; 17, 18: AMX tiles.
+uint64_t read_xcr0() {
   uint32_t low, high;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (uint64_t(high) << 32) | low;
 }
 
-// Linux hands out tile data on request, once for the process: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
-bool tiles_granted() {
+// Linux grants AMX tile data on request, once per process: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+bool request_amx_tiles() {
 #if defined(__linux__)
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 #else
@@ -31,58 +31,59 @@ bool tiles_granted() {
 #endif
 }
 
-// Bits of CPUID leaves 1 and 7 (Intel SDM volume 2A, AMD APM volume 3).
-Level detect() {
+// Feature bits of CPUID leaves 1 and 7 (Intel SDM volume 2A, AMD APM volume 3).
+IsaLevel detect_level() {
   uint32_t a, b1, c1, d1, b7, c7, d7, a71, b71, c71, d71;
-  if (!__get_cpuid(1, &a, &b1, &c1, &d1) || !has(c1, 27)) return kPortable;  // 27: xgetbv may be used
+  if (!__get_cpuid(1, &a, &b1, &c1, &d1) || !has_bit(c1, 27)) return kPortable;  // 27: OSXSAVE, xgetbv may be used
   if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return kPortable;
   if (!__get_cpuid_count(7, 1, &a71, &b71, &c71, &d71)) a71 = 0;
-  const uint64_t states = saved_states();
-  if ((states & 0x6) != 0x6 || !has(c1, 12) || !has(c1, 29) || !has(b7, 3) || !has(b7, 5) || !has(b7, 8)) return kPortable;
-  const bool f_bw_dq_vl = has(b7, 16) && has(b7, 30) && has(b7, 17) && has(b7, 31);
-  if ((states & 0xE6) != 0xE6 || !f_bw_dq_vl || !has(c7, 11) || !has(c7, 1) || !has(a71, 5)) return kAvx2;
-  const bool tiles = has(d7, 24) && has(d7, 25) && has(d7, 22);
-  if ((states & 0x60000) != 0x60000 || !tiles || !tiles_granted()) return kAvx512;
+  const uint64_t xcr0 = read_xcr0();
+  const bool avx2 = has_bit(c1, 12) && has_bit(c1, 29) && has_bit(b7, 3) && has_bit(b7, 5) && has_bit(b7, 8);
+  if ((xcr0 & 0x6) != 0x6 || !avx2) return kPortable;
+  const bool f_bw_dq_vl = has_bit(b7, 16) && has_bit(b7, 30) && has_bit(b7, 17) && has_bit(b7, 31);
+  if ((xcr0 & 0xE6) != 0xE6 || !f_bw_dq_vl || !has_bit(c7, 11) || !has_bit(c7, 1) || !has_bit(a71, 5)) return kAvx2;
+  const bool amx = has_bit(d7, 24) && has_bit(d7, 25) && has_bit(d7, 22);
+  if ((xcr0 & 0x60000) != 0x60000 || !amx || !request_amx_tiles()) return kAvx512;
   return kAmx;
 }
 #else
-Level detect() { return kPortable; }
+IsaLevel detect_level() { return kPortable; }
 #endif
 
-Level built([[maybe_unused]] Level found) {
+IsaLevel highest_built([[maybe_unused]] IsaLevel detected) {
 #ifndef BITLINE_HAS_AVX2
   return kPortable;
 #elif !defined(BITLINE_HAS_AVX512)
-  return found < kAvx2 ? found : kAvx2;
+  return detected < kAvx2 ? detected : kAvx2;
 #elif !defined(BITLINE_HAS_AMX)
-  return found < kAvx512 ? found : kAvx512;
+  return detected < kAvx512 ? detected : kAvx512;
 #else
-  return found;
+  return detected;
 #endif
 }
 
-// Set when the library is loaded, before anyone can call it.
-const Level highest = built(detect());
+// Set when the library is loaded, before any call.
+const IsaLevel highest = highest_built(detect_level());
 int current = highest;
 
 }  // namespace
 
-Level level() { return Level(__atomic_load_n(&current, __ATOMIC_RELAXED)); }
+IsaLevel isa_level() { return IsaLevel(__atomic_load_n(&current, __ATOMIC_RELAXED)); }
 
 }  // namespace bitline
 
 using namespace bitline;
 
-// Changes with every change of a signature; native.py has the same number.
-BITLINE_EXPORT int bitline_abi() { return 1; }
+// Raised with every change of an exported name or signature; native.py holds the same number.
+BITLINE_EXPORT int bitline_abi() { return 2; }
 
-BITLINE_EXPORT int bitline_isa() { return level(); }
+BITLINE_EXPORT int bitline_isa() { return isa_level(); }
 
 BITLINE_EXPORT int bitline_isa_highest() { return highest; }
 
-// Use a level up to the highest; -1 where this machine has it not.
-BITLINE_EXPORT int bitline_set_isa(int wanted) {
-  if (wanted < 0 || wanted > highest) return -1;
-  __atomic_store_n(&current, wanted, __ATOMIC_RELAXED);
+// Use a level up to the highest. Returns 0; -1: this machine or build lacks it.
+BITLINE_EXPORT int bitline_set_isa(int level) {
+  if (level < 0 || level > highest) return -1;
+  __atomic_store_n(&current, level, __ATOMIC_RELAXED);
   return 0;
 }

@@ -1,5 +1,5 @@
-// torch's OpenMP runtime is found where torch found it and entered through the ABI that GCC's `#pragma omp parallel` calls
-// (GOMP_parallel, which LLVM's and Intel's runtimes also have). Where there is none, a call starts threads of its own.
+// Enters the OpenMP runtime that torch has loaded through the ABI of GCC's `#pragma omp parallel` (GOMP_parallel, which LLVM's
+// and Intel's runtimes export too). Where there is none, each parallel loop spawns threads.
 #include "parallel.h"
 
 #include <dlfcn.h>
@@ -10,12 +10,12 @@
 namespace bitline {
 namespace {
 
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-using Count = int (*)();
+using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+using GetNumThreads = int (*)();
 
-Parallel gomp_parallel = nullptr;
-Count torch_threads = nullptr;
-__thread bool inside = false;
+GompParallel gomp_parallel = nullptr;
+GetNumThreads torch_num_threads = nullptr;
+__thread bool in_parallel_region = false;
 
 struct Job {
   Task task;
@@ -24,49 +24,50 @@ struct Job {
   int64_t next;
 };
 
-void work(void* data) {
+// Runs on every thread of the team.
+void run_worker(void* data) {
   Job& job = *static_cast<Job*>(data);
-  const bool outer = inside;
-  inside = true;
+  const bool nested = in_parallel_region;
+  in_parallel_region = true;
   for (;;) {
     const int64_t i = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED);
     if (i >= job.n) break;
     job.task(job.context, i);
   }
-  inside = outer;
+  in_parallel_region = nested;
 }
 
-void* start(void* data) {
-  work(data);
+void* thread_main(void* data) {
+  run_worker(data);
   return nullptr;
 }
 
-constexpr int kMostStarted = 64;
+constexpr int kMaxSpawnedThreads = 64;
 
-void run_started(Job& job, int count) {
-  pthread_t started[kMostStarted];
+void run_on_spawned_threads(Job& job, int count) {
+  pthread_t spawned[kMaxSpawnedThreads];
   int n = 0;
-  while (n < count - 1 && n < kMostStarted && pthread_create(&started[n], nullptr, start, &job) == 0) ++n;
-  work(&job);
-  while (n > 0) pthread_join(started[--n], nullptr);
+  while (n < count - 1 && n < kMaxSpawnedThreads && pthread_create(&spawned[n], nullptr, thread_main, &job) == 0) ++n;
+  run_worker(&job);
+  while (n > 0) pthread_join(spawned[--n], nullptr);
 }
 
 }  // namespace
 
-int threads() {
-  const int count = torch_threads == nullptr ? 1 : torch_threads();
+int num_threads() {
+  const int count = torch_num_threads == nullptr ? 1 : torch_num_threads();
   return count < 1 ? 1 : count;
 }
 
 void run_tasks(int64_t n, Task task, void* context) {
-  const int count = n < 2 || inside ? 1 : threads();  // asking torch also hands its number to this thread's OpenMP
+  const int count = n < 2 || in_parallel_region ? 1 : num_threads();  // at::get_num_threads also sets this thread's OpenMP team size
   Job job{task, context, n, 0};
   if (count == 1) {
     for (int64_t i = 0; i < n; ++i) task(context, i);
   } else if (gomp_parallel != nullptr) {
-    gomp_parallel(work, &job, 0, 0);  // the whole team: libgomp ends the threads that a smaller one leaves over
+    gomp_parallel(run_worker, &job, 0, 0);  // 0: the whole team; libgomp destroys the threads that a smaller team leaves over
   } else {
-    run_started(job, count);
+    run_on_spawned_threads(job, count);
   }
 }
 
@@ -74,21 +75,21 @@ void run_tasks(int64_t n, Task task, void* context) {
 
 using namespace bitline;
 
-// Look up torch's runtime. torch_library: its libtorch_cpu, loaded already. Returns 2 where tasks run on torch's threads, 1
-// where they run on threads started for each call, 0 where torch is not found and everything runs on the calling thread.
-BITLINE_EXPORT int bitline_init(const char* torch_library) {
+// Look up torch's OpenMP runtime. torch_library: path of libtorch_cpu, already loaded. Returns 2: parallel loops run on torch's
+// threads; 1: on threads spawned for each loop; 0: torch was not found, and loops run on the calling thread.
+BITLINE_EXPORT int bitline_bind_torch_threads(const char* torch_library) {
   void* torch = dlopen(torch_library, RTLD_NOW | RTLD_NOLOAD);
   if (torch == nullptr) return 0;
-  torch_threads = reinterpret_cast<Count>(dlsym(torch, "_ZN2at15get_num_threadsEv"));  // int at::get_num_threads()
-  void* found = dlsym(RTLD_DEFAULT, "GOMP_parallel");  // torch's calls are bound in the same order
-  if (found == nullptr) found = dlsym(torch, "GOMP_parallel");
-  gomp_parallel = reinterpret_cast<Parallel>(found);
-  return torch_threads == nullptr ? 0 : gomp_parallel == nullptr ? 1 : 2;
+  torch_num_threads = reinterpret_cast<GetNumThreads>(dlsym(torch, "_ZN2at15get_num_threadsEv"));  // int at::get_num_threads()
+  void* symbol = dlsym(RTLD_DEFAULT, "GOMP_parallel");  // the order in which torch's own calls were bound
+  if (symbol == nullptr) symbol = dlsym(torch, "GOMP_parallel");
+  gomp_parallel = reinterpret_cast<GompParallel>(symbol);
+  return torch_num_threads == nullptr ? 0 : gomp_parallel == nullptr ? 1 : 2;
 }
 
-BITLINE_EXPORT int bitline_threads() { return threads(); }
+BITLINE_EXPORT int bitline_num_threads() { return num_threads(); }
 
-// For measuring: `regions` parallel loops of `tasks` tasks that do nothing.
-BITLINE_EXPORT void bitline_empty_regions(int64_t regions, int64_t tasks) {
+// For benchmarks of fork/join overhead: `regions` parallel loops of `tasks` empty tasks.
+BITLINE_EXPORT void bitline_empty_parallel_regions(int64_t regions, int64_t tasks) {
   for (int64_t i = 0; i < regions; ++i) parallel_for(tasks, [](int64_t) {});
 }

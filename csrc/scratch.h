@@ -1,4 +1,4 @@
-// Memory that a thread keeps between calls.
+// Thread-local scratch memory that is kept between calls.
 #pragma once
 
 #include <stdint.h>
@@ -7,20 +7,20 @@
 namespace bitline {
 
 struct Scratch {
-  void* at;
-  size_t size;
+  void* data;
+  size_t bytes;
 };
 
 namespace {  // internal linkage: see parallel.h
 
-// At least `bytes`, aligned to a page, whatever was in it lost; null where there is no memory.
-inline void* reserve(Scratch& s, size_t bytes) {
-  if (s.size < bytes) {
-    free(s.at);
-    s.at = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    s.size = s.at == nullptr ? 0 : bytes;
+// At least `bytes`, page-aligned; growing loses the contents. Null: no memory.
+inline void* reserve(Scratch& scratch, size_t bytes) {
+  if (scratch.bytes < bytes) {
+    free(scratch.data);
+    scratch.data = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    scratch.bytes = scratch.data == nullptr ? 0 : bytes;
   }
-  return s.at;
+  return scratch.data;
 }
 
 }  // namespace

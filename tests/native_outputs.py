@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from bitline.kernels.cpu.linear import CPUBatchInvariantLinearKernel, CPUWNA16LinearKernel
 from torch import Tensor
 
 from bitline import bitstream, native, types
 from bitline.formats.gguf.block_codes import BitPlanes
 from bitline.formats.gguf.blocks import BLOCKS
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES
+from bitline.kernels.cpu.native_linear import CPUBatchInvariantLinearKernel, CPUWNA16LinearKernel
 from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import inputs, random_spec, random_weight

@@ -19,7 +19,7 @@ ROWS = (
     ("rtn", "formats.base", "kernels.base"),
     ("formats.io",),
     ("formats.quant_config", "formats.common", "kernels.registry"),
-    ("formats", "kernels.integers", "kernels.microscaled", "kernels.cpu.cpu_costs", "kernels.providers.common"),
+    ("formats", "kernels.integers", "kernels.microscaled", "kernels.cpu.costs", "kernels.providers.common"),
     ("checkpoint", "kernels.reference", "kernels.triton", "kernels.hopper", "kernels.cpu"),
     ("kernels.torch", "kernels.weight_only", "kernels.emulation", "select"),
     ("kernels.providers", "kernels.triton_fake_quant", "kernels.aliases", "linear", "testing"),

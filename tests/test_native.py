@@ -1,4 +1,4 @@
-"""The native core: how it is found, chosen, hidden and given threads."""
+"""The native core: loading, ISA levels, hiding, and threads."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ core = native.core()
 needs_core = pytest.mark.skipif(core is None, reason=f"no native core: {native.why_not()}")
 
 
-def say(code, **variables):
+def output_of(code, **variables):
     """What a new process prints."""
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -28,31 +28,31 @@ def say(code, **variables):
     return done.stdout.strip()
 
 
-def test_it_is_built_wherever_there_is_a_compiler():
+def test_it_is_built_where_there_is_a_compiler():
     hidden = os.environ.get("BITLINE_NO_NATIVE", "0") not in ("", "0")
     assert core is not None or hidden or not shutil.which("c++"), native.why_not()
 
 
 def test_importing_bitline_does_not_load_it():
     loaded = "any('libbitline_native' in line for line in open('/proc/self/maps'))"
-    asked = say(f"import bitline, bitline.weight, bitline.kernels.registry\nprint({loaded}, end=' ')\n"
+    found = output_of(f"import bitline, bitline.weight, bitline.kernels.registry\nprint({loaded}, end=' ')\n"
                 f"from bitline import native\nnative.core()\nprint({loaded})")  # fmt: skip
-    assert asked == f"False {native.find() is not None}"
+    assert found == f"False {native.find() is not None}"
 
 
-def test_hidden_it_is_not_there_and_the_platform_says_so():
+def test_a_hidden_core_is_absent_and_the_platform_says_so():
     code = "from bitline import native, Platform\nprint(native.core(), '|', native.why_not(), '|', Platform.detect())"
-    nothing, why, platform = say(code, BITLINE_NO_NATIVE="1").split(" | ")
-    assert nothing == "None" and "BITLINE_NO_NATIVE" in why and platform.endswith("no_native")
+    found, why, platform = output_of(code, BITLINE_NO_NATIVE="1").split(" | ")
+    assert found == "None" and "BITLINE_NO_NATIVE" in why and platform.endswith("no_native")
 
 
 @needs_core
-def test_a_level_can_be_forced():
+def test_an_isa_level_can_be_forced():
     code = "from bitline import native\nprint(native.isa(), native.core().all_finite(0, 0, 2, 0x7C00))"
     for wanted in native.isas():
-        assert say(code, BITLINE_CPU_ISA=wanted.upper()) == f"{wanted} 1"
+        assert output_of(code, BITLINE_CPU_ISA=wanted.upper()) == f"{wanted} 1"
     code = "from bitline import native, InputError\ntry: native.core()\nexcept InputError as e: print(e)"
-    assert "portable" in say(code, BITLINE_CPU_ISA="mmx")
+    assert "portable" in output_of(code, BITLINE_CPU_ISA="mmx")
     with pytest.raises(InputError, match="portable"):
         native.use_isa("sse9")
     above = [name for name in native.LEVELS if name not in native.isas()]
@@ -62,25 +62,25 @@ def test_a_level_can_be_forced():
 
 
 @pytest.mark.parametrize("content", [b"", b"not a library"])
-def test_a_damaged_library_is_a_reason(tmp_path, content):
+def test_a_damaged_library_is_not_used(tmp_path, content):
     path = tmp_path / "core.so"
     path.write_bytes(content)
     code = "from bitline import native\nprint(native.core(), native.why_not())"
-    found = say(code, BITLINE_NATIVE_LIBRARY=str(path))
+    found = output_of(code, BITLINE_NATIVE_LIBRARY=str(path))
     assert found.startswith("None ") and "core.so" in found
-    assert "core.so" in say(code, BITLINE_NATIVE_LIBRARY=str(tmp_path / "absent" / "core.so"))
+    assert "core.so" in output_of(code, BITLINE_NATIVE_LIBRARY=str(tmp_path / "absent" / "core.so"))
 
 
-def test_a_library_of_other_sources_is_a_reason():
+def test_a_library_of_other_sources_is_not_used():
     path = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))
     code = "from bitline import native\nprint(native.core(), native.why_not())"
-    found = say(code, BITLINE_NATIVE_LIBRARY=str(path))
+    found = output_of(code, BITLINE_NATIVE_LIBRARY=str(path))
     assert found.startswith("None ") and "bitline_abi" in found and "install Bitline again" in found
 
 
 @needs_core
-def test_it_uses_torchs_threads_and_starts_none():
-    """After torch has its team, the core's loops start no thread and no second OpenMP runtime."""
+def test_it_runs_on_torchs_threads_and_starts_none():
+    """Once torch has its thread team, parallel loops start no thread and load no second OpenMP runtime."""
     code = """
 import os, torch
 from bitline import native
@@ -89,11 +89,11 @@ x = torch.randn(1 << 20)
 for _ in range(3): x.add_(1)
 before = len(os.listdir("/proc/self/task"))
 core = native.core()
-core.empty_regions(50, 8)
+core.empty_parallel_regions(50, 8)
 runtimes = {line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.rpartition("/")[2]}
-print(len(os.listdir("/proc/self/task")) - before, core.threads(), core.threads_from, len(runtimes))
+print(len(os.listdir("/proc/self/task")) - before, core.num_threads(), core.threads_from, len(runtimes))
 """
-    assert say(code) == "0 3 2 1"
+    assert output_of(code) == "0 3 2 1"
 
 
 @needs_core
@@ -102,13 +102,13 @@ def test_the_number_of_threads_is_torchs():
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            assert core.threads() == count
+            assert core.num_threads() == count
     finally:
         torch.set_num_threads(before)
 
 
 @needs_core
-def test_python_threads_call_it_at_once(level):
+def test_concurrent_calls_from_python_threads(level):
     import concurrent.futures
 
     data = torch.randn(1 << 20)
@@ -136,11 +136,12 @@ def test_all_finite(level, dtype):
                 assert not check(y)
 
 
-def test_doctor_says_whether_it_is_there():
-    from bitline.cli.doctor import _native_line, doctor_report
+def test_doctor_reports_it():
+    from bitline.cli.doctor import doctor_report
+    from bitline.cli.doctor_text import native_line
 
     report = doctor_report()
     assert report["native"]["available"] == (core is not None)
-    assert core is None or native.isa() in _native_line(report)
-    missing = _native_line({"native": {"available": False, "reason": "not built"}, "compilers": {"C++": None}})
+    assert core is None or native.isa() in native_line(report)
+    missing = native_line({"native": {"available": False, "reason": "not built"}, "compilers": {"C++": None}})
     assert "not built" in missing and "install g++" in missing

@@ -1,4 +1,4 @@
-"""Every repacking function of the native core against the torch code that stands in for it, bit for bit, at every level."""
+"""Every repacking function of the native core against its torch fallback, bit for bit, at every ISA level."""
 
 import contextlib
 import os
@@ -26,12 +26,12 @@ sizes = st.integers(1, 70)
 
 @pytest.fixture(autouse=True)
 def every_level(level):
-    """Each test at each level."""
+    """Each test at each ISA level."""
 
 
 @contextlib.contextmanager
-def torch_alone():
-    """Within it there is no native core."""
+def without_core():
+    """Hide the native core."""
     before = native._core, native._reason
     native._core, native._reason = None, "hidden by a test"
     try:
@@ -41,9 +41,9 @@ def torch_alone():
 
 
 def same(call):
-    """call() with the core and without."""
+    """call() gives the same with the core and without."""
     found = call()
-    with torch_alone():
+    with without_core():
         assert native.core() is None
         expected = call()
     assert type(found) is type(expected)
@@ -55,14 +55,14 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def words(rows, columns, seed, extra=0):
-    """Random words; extra columns lie between the rows."""
-    wide = torch.randint(-(2**31), 2**31 - 1, (rows, columns + extra), generator=generator(seed), dtype=torch.int32)
-    return wide[:, :columns]
+def packed_int32_of(rows, columns, seed, extra=0):
+    """Random int32 with rows `extra` elements apart."""
+    padded = torch.randint(-(2**31), 2**31 - 1, (rows, columns + extra), generator=generator(seed), dtype=torch.int32)
+    return padded[:, :columns]
 
 
-def codes(n, k, width, seed):
-    return torch.randint(1 << width, (n, k), generator=generator(seed), dtype=torch.uint8)
+def codes(n, k, bits, seed):
+    return torch.randint(1 << bits, (n, k), generator=generator(seed), dtype=torch.uint8)
 
 
 SHAPES = [(1, 1), (7, 9), (16, 16), (33, 150), (48, 64), (129, 257)]
@@ -71,83 +71,83 @@ examples = settings(max_examples=15, deadline=None)
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("extra", [0, 3])
-def test_transpose_words(rows, columns, extra):
-    data = words(rows, columns, 1, extra)
+def test_repack_gptq(rows, columns, extra):
+    data = packed_int32_of(rows, columns, 1, extra)
     assert torch.equal(packed_int32.repack_gptq(data).view(torch.int32), data.t())
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("less", [0, 3, 7])
-def test_awq_codes(rows, columns, less):
-    data = words(8 * rows - less, columns, 2, extra=1)
+def test_repack_awq(rows, columns, less):
+    data = packed_int32_of(8 * rows - less, columns, 2, extra=1)
     same(lambda: packed_int32.repack_awq(data, 8 * columns))
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_ordered_words(width, rows, columns):
-    rows = rows * width if 32 % width else rows
-    data = words(rows, columns, 3)
-    perm = torch.randperm(rows * 32 // width, generator=generator(4)).int()
-    same(lambda: packed_int32.repack_gptq_permuted(data, width, perm))
+def test_repack_gptq_permuted(bits, rows, columns):
+    rows = rows * bits if 32 % bits else rows
+    data = packed_int32_of(rows, columns, 3)
+    perm = torch.randperm(rows * 32 // bits, generator=generator(4)).int()
+    same(lambda: packed_int32.repack_gptq_permuted(data, bits, perm))
 
 
-def test_long_rows_in_order():
-    data, perm = words(4096, 40, 5), torch.randperm(4096 * 8, generator=generator(6)).int()
+def test_repack_gptq_permuted_long_rows():
+    data, perm = packed_int32_of(4096, 40, 5), torch.randperm(4096 * 8, generator=generator(6)).int()
     same(lambda: packed_int32.repack_gptq_permuted(data, 4, perm))
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("minus_one", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("groups", "columns"), [(1, 32), (3, 8), (5, 160), (33, 416)])
-def test_zero_points(width, minus_one, interleaved, groups, columns):
-    data = words(groups, -(-columns * width // 32), 7)
-    data[0] = -1  # adding one to each code carries all along the words
-    same(lambda: packed_int32.unpack_zero_points(data, width, columns, minus_one=minus_one, interleaved=interleaved))
+def test_unpack_zero_points(bits, minus_one, interleaved, groups, columns):
+    data = packed_int32_of(groups, -(-columns * bits // 32), 7)
+    data[0] = -1  # adding one to each code carries through the whole int32
+    same(lambda: packed_int32.unpack_zero_points(data, bits, columns, minus_one=minus_one, interleaved=interleaved))
 
 
-@pytest.mark.parametrize("width", range(1, 8))
+@pytest.mark.parametrize("bits", range(1, 8))
 @examples
 @given(n=sizes, k=st.integers(1, 400), extra=st.integers(0, 5), seed=st.integers(0, 2**31))
-def test_bit_streams(width, n, k, extra, seed):
-    wide = codes(n, k + extra, 8, seed)
-    packed = bitstream.pack(wide[:, :k], width)
-    same(lambda: bitstream.pack(wide[:, :k], width))
+def test_pack_and_unpack(bits, n, k, extra, seed):
+    padded = codes(n, k + extra, 8, seed)
+    packed = bitstream.pack(padded[:, :k], bits)
+    same(lambda: bitstream.pack(padded[:, :k], bits))
     padded = torch.cat((packed, codes(n, extra, 8, seed)), 1)
-    same(lambda: bitstream.unpack(padded, width, k))
-    assert torch.equal(bitstream.unpack(packed, width, k), wide[:, :k] & ((1 << width) - 1))
+    same(lambda: bitstream.unpack(padded, bits, k))
+    assert torch.equal(bitstream.unpack(packed, bits, k), padded[:, :k] & ((1 << bits) - 1))
 
 
-@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("bits", range(1, 9))
 @examples
 @given(n=sizes, k=st.integers(1, 300), data=st.data())
-def test_take(width, n, k, data):
-    packed = bitstream.pack(codes(n, k, width, 8), width)
+def test_take(bits, n, k, data):
+    packed = bitstream.pack(codes(n, k, bits, 8), bits)
     index = torch.tensor(data.draw(st.lists(st.integers(0, k - 1), min_size=1, max_size=300)))
-    same(lambda: bitstream.take(packed, width, k, index))
+    same(lambda: bitstream.take(packed, bits, k, index))
 
 
 @pytest.mark.parametrize("bad", [-1, 20])
-def test_a_column_that_is_not_there(bad):
+def test_take_refuses_columns_outside(bad):
     packed = bitstream.pack(codes(3, 20, 3, 9), 3)
     with pytest.raises(IndexError):
         bitstream.take(packed, 3, 20, torch.tensor([0, bad, 1]))
 
 
-def test_nothing_beyond_the_ends_is_touched():
-    """Rows at the very end of what is mapped, and results between guard bytes."""
+def test_nothing_past_the_end_is_written():
+    """Results between guard bytes."""
     core = native.core()
-    for width in range(1, 8):
+    for bits in range(1, 8):
         for k in (1, 8, 63, 64, 65, 200):
-            size = bitstream.row_bytes(k, width)
+            size = bitstream.row_bytes(k, bits)
             out = torch.full((k + 64,), 0xAB, dtype=torch.uint8)
             source = codes(1, size, 8, k)
-            core.unpack(source.data_ptr(), size, 1, k, width, out.data_ptr())
+            core.unpack_codes(source.data_ptr(), size, 1, k, bits, out.data_ptr())
             assert (out[k:] == 0xAB).all()
             out = torch.full((size + 64,), 0xAB, dtype=torch.uint8)
             source = codes(1, k, 8, k)
-            core.pack(source.data_ptr(), k, 1, k, width, out.data_ptr())
+            core.pack_codes(source.data_ptr(), k, 1, k, bits, out.data_ptr())
             assert (out[size:] == 0xAB).all()
 
 
@@ -173,7 +173,7 @@ def test_all_finite(dtype):
             assert native.all_finite(one) is bool(torch.isfinite(one.float()))
 
 
-def test_large_memory():
+def test_prefaulted_memory():
     out = memory.empty(3000, 4096, dtype=torch.uint8)
     assert out.shape == (3000, 4096) and out.is_contiguous()
     assert (out.fill_(7) == 7).all() and memory.empty(0, 5, dtype=torch.int32).shape == (0, 5)
@@ -196,21 +196,21 @@ INT4PACK = [
 
 
 @pytest.mark.parametrize("spec", INT4PACK, ids=str)
-def test_torchs_int4_layout(spec):
+def test_int4pack(spec):
     weight = random_weight(spec, seed=12)
     assert TorchInt4PackLinearKernel.can_implement(weight.spec)
     same(lambda: list(TorchInt4PackLinearKernel.pack(weight).values()))
 
 
-def test_torchs_int4_layout_of_parts():
+def test_int4pack_of_shards():
     weight = quantize(torch.randn(130, 256, generator=generator(13)), "W4A16_ASYM", group_size=64)
-    for part in (weight.narrow(0, 3, 130), weight.narrow(1, 64, 256), weight.narrow(1, 32, 160)):
-        same(lambda part=part: list(TorchInt4PackLinearKernel.pack(part).values()))
+    for shard in (weight.narrow(0, 3, 130), weight.narrow(1, 64, 256), weight.narrow(1, 32, 160)):
+        same(lambda shard=shard: list(TorchInt4PackLinearKernel.pack(shard).values()))
 
 
 @pytest.mark.parametrize("capability", ["avx2", "avx512"])
-def test_torchs_int4_layout_of_another_vector_width(capability):
-    """torch lays its weight out by the vectors it uses itself."""
+def test_int4pack_of_another_vector_width(capability):
+    """torch's layout depends on its own vector bits."""
     code = """
 import torch
 from bitline import native
@@ -229,18 +229,18 @@ print(int4_packing.layout().block, all(torch.equal(found[k], expected[k]) for k 
     assert equal == "True" and block in ("32", "64")
 
 
-IN_PLANES = [kind for kind, block in gguf_blocks.BLOCKS.items() if isinstance(block.codes, BitPlanes)]
+BIT_PLANE_TYPES = [kind for kind, block in gguf_blocks.BLOCKS.items() if isinstance(block.codes, BitPlanes)]
 
 
-@pytest.mark.parametrize("kind", IN_PLANES)
+@pytest.mark.parametrize("kind", BIT_PLANE_TYPES)
 @pytest.mark.parametrize(("n", "count"), [(1, 1), (3, 5), (70, 9)])
-def test_block_codes(kind, n, count):
+def test_repack_gguf_blocks(kind, n, count):
     nbytes, planes = BLOCK_SIZES[kind][1], gguf_blocks.BLOCKS[kind].codes
-    wide = torch.randint(256, (n, count + 2, nbytes), generator=generator(n), dtype=torch.uint8)
-    for blocks in (wide, wide[:, 1:-1]):  # rows beside each other, and further apart
+    padded = torch.randint(256, (n, count + 2, nbytes), generator=generator(n), dtype=torch.uint8)
+    for blocks in (padded, padded[:, 1:-1]):  # contiguous rows, and strided ones
         expected = planes(blocks)
         out = torch.zeros_like(expected)
         assert planes.repack_native(blocks, out)
         assert torch.equal(out, expected)
-    with torch_alone():
-        assert not planes.repack_native(wide, out)
+    with without_core():
+        assert not planes.repack_native(padded, out)

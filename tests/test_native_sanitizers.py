@@ -1,4 +1,4 @@
-"""The native core touches nothing that is not its own, and its C++ has one meaning: `sanitized_calls.py` in processes apart."""
+"""No out-of-bounds access and no undefined behaviour in the native core: `sanitized_calls.py` in processes of its own."""
 
 import os
 import subprocess
@@ -16,54 +16,54 @@ SANITIZED = os.environ.get("BITLINE_SANITIZED")  # a core built with -DBITLINE_S
 
 
 def run(*arguments, code=None, **variables):
-    """What a process ends with: its exit status (negative: a signal) and what it printed."""
+    """Exit status (negative: a signal) and output of a process."""
     command = [sys.executable, *(("-c", code) if code else (str(CALLS),)), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment() | {"BITLINE_NO_NATIVE": "0"} | variables)
     return done.returncode, done.stdout + done.stderr[-6000:]
 
 
-@pytest.mark.parametrize("place", ["after", "before"])
-def test_pages_that_cannot_be_touched(place):
-    status, said = run(place)
-    assert status == 0 and "calls:" in said, said
+@pytest.mark.parametrize("guard", ["after", "before"])
+def test_tensors_against_inaccessible_pages(guard):
+    status, output = run(guard)
+    assert status == 0 and "calls:" in output, output
 
 
-ONE_MORE = """
+OUT_OF_BOUNDS = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import sanitized_calls, torch
 from bitline import native
-sanitized_calls.PLACE = sys.argv[2]
-x = sanitized_calls.placed(torch.zeros(100))
+sanitized_calls.GUARD = sys.argv[2]
+x = sanitized_calls.guarded(torch.zeros(100))
 core = native.core()
 print("in", core.all_finite(x.data_ptr(), 100, 4, 0x7F800000), flush=True)
 print("out", core.all_finite(x.data_ptr() - 400 * (sys.argv[2] == "before"), 101, 4, 0x7F800000))
 """
 
 
-@pytest.mark.parametrize("place", ["after", "before"])
-def test_such_pages_end_a_process(place):
-    status, said = run(str(CALLS.parent), place, code=ONE_MORE)
-    assert status < 0 and "in 1" in said and "out" not in said
+@pytest.mark.parametrize("guard", ["after", "before"])
+def test_inaccessible_pages_end_a_process(guard):
+    status, output = run(str(CALLS.parent), guard, code=OUT_OF_BOUNDS)
+    assert status < 0 and "in 1" in output and "out" not in output
 
 
-def watched():
-    """Variables of a process whose allocator is watched too: the sanitizers' libraries come before all others."""
+def sanitizer_environment():
+    """Environment of a process that loads the sanitizers' libraries before all others."""
     compiler = os.environ.get("CXX", "c++")
-    ask = lambda name: subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+    library = lambda name: subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
     return {
-        "LD_PRELOAD": f"{ask('libasan.so')} {ask('libubsan.so')}", "ASAN_OPTIONS": "detect_leaks=0",
+        "LD_PRELOAD": f"{library('libasan.so')} {library('libubsan.so')}", "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1", "BITLINE_NATIVE_LIBRARY": SANITIZED or "",
     }  # fmt: skip
 
 
 @pytest.mark.skipif(SANITIZED is None, reason="make sanitize builds a sanitized core and runs this")
 def test_sanitizers_find_nothing():
-    status, said = run("heap", **watched())
-    assert status == 0 and "calls:" in said, said
+    status, output = run("heap", **sanitizer_environment())
+    assert status == 0 and "calls:" in output, output
 
 
 @pytest.mark.skipif(SANITIZED is None, reason="make sanitize builds a sanitized core and runs this")
-def test_sanitizers_are_there():
-    status, said = run(str(CALLS.parent), "heap", code=ONE_MORE, **watched())
-    assert status != 0 and "in 1" in said and "heap-buffer-overflow" in said
+def test_sanitizers_are_active():
+    status, output = run(str(CALLS.parent), "heap", code=OUT_OF_BOUNDS, **sanitizer_environment())
+    assert status != 0 and "in 1" in output and "heap-buffer-overflow" in output

@@ -1,31 +1,32 @@
-// Blocks of 32 output rows with AVX-512, for each mode and width: codes decoded in registers for one tile of input rows, or
-// a panel of them decoded once into the cache and multiplied with many tiles.
+// N blocks of 32 output rows with AVX-512, for each compute type and bit width. GEMV (also batched, M tile by M tile): codes are
+// dequantized in registers, anew for each M tile. Panel: K slices of an N block are dequantized into cache once for all M tiles.
 #pragma once
 
-#include "gemm_avx512_decode.h"
+#include "gemm_avx512_dequant.h"
 
-namespace bitline::BITLINE_LEVEL {
+namespace bitline::BITLINE_ISA {
 namespace {
 
-// How far ahead of one row's product the codes are asked for, and their pages before: the entry of a page table that has left the
-// caches takes longer to come than 4 KB of codes (W4A16, M=1 between calls of other layers: 190 us with kFar, 247 without).
-constexpr int64_t kNear = 4096, kFar[] = {32768, 65536}, kPage = 4096, kStreamNear = 1024;
+// Prefetch distances in bytes. Codes are prefetched shortly before use, their pages long before: a page walk whose page table entry has
+// left the caches takes longer than 4 KB of codes (W4A16, M=1 between calls of other layers: 190 us with kPageDistance, 247 without).
+constexpr int64_t kCodeDistance = 4096, kPageDistance[] = {32768, 65536}, kPageBytes = 4096, kScaleDistance = 1024;
 
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
-// What to prefetch while codes are read: `advance` bytes for each step of them.
-struct Ahead {
-  const uint8_t* at;
-  int64_t advance;
+// Codes to prefetch while an M tile reads its own.
+struct CodePrefetch {
+  const uint8_t* next;
+  int64_t bytes_per_k_block;
 };
 
-constexpr int kPanelWords = kPanelBytes / 4 / kRows;
+constexpr int kPanelOperands = kPanelBytes / 4 / kBlockN;
 
-INLINE void store16(const Call& c, int64_t row, int64_t col, __m512 v) {
+// Bias, rounding and store of 16 columns of a row of y; columns past N are masked.
+INLINE void store_y16(const GemmCall& c, int64_t row, int64_t col, __m512 v) {
   const int64_t left = c.w->n - col;
   if (left <= 0) return;
   const __mmask16 mask = left >= 16 ? __mmask16(0xffff) : __mmask16((1u << left) - 1);
-  if (c.dtype == kX32) {
+  if (c.dtype == kFloat32) {
     if (c.bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, static_cast<const float*>(c.bias) + col));
     _mm512_mask_storeu_ps(static_cast<float*>(c.y) + row * c.w->n + col, mask, v);
     return;
@@ -34,7 +35,7 @@ INLINE void store16(const Call& c, int64_t row, int64_t col, __m512 v) {
   __m256i b = _mm256_setzero_si256();
   if (c.bias) b = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(c.bias) + col);
   uint16_t* y = static_cast<uint16_t*>(c.y) + at;
-  if (c.dtype == kX16) {
+  if (c.dtype == kFloat16) {
     if (c.bias) v = _mm512_add_ps(v, _mm512_cvtph_ps(b));
     _mm256_mask_storeu_epi16(y, mask, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
   } else {
@@ -43,96 +44,102 @@ INLINE void store16(const Call& c, int64_t row, int64_t col, __m512 v) {
   }
 }
 
-INLINE void finish(const Call& c, int64_t row, int64_t block, __m512 a, __m512 b) {
-  if (c.row_scale) {
-    const __m512 s = _mm512_set1_ps(c.row_scale[row]);
+// 32 columns of a row of y: activation scale, bias, rounding, store.
+INLINE void epilogue(const GemmCall& c, int64_t row, int64_t block, __m512 a, __m512 b) {
+  if (c.act_scale) {
+    const __m512 s = _mm512_set1_ps(c.act_scale[row]);
     a = _mm512_mul_ps(a, s), b = _mm512_mul_ps(b, s);
   }
-  store16(c, row, block * kRows, a);
-  store16(c, row, block * kRows + 16, b);
+  store_y16(c, row, block * kBlockN, a);
+  store_y16(c, row, block * kBlockN + 16, b);
 }
 
-// One block, all of K, a tile of MR rows of x. CHAINS independent sums of each row hide the latency of the multiply-adds.
-template <class Mo, int BITS, int MR, int CHAINS, bool OFFSET>
-void narrow_tile(const Call& c, int64_t block, int64_t row, Ahead ahead) {
-  using C = Codes<BITS>;
-  constexpr int step = C::step, words = step / Mo::per_word;
-  const Meta& w = *c.w;
-  const uint8_t* p = c.base + w.codes + block * block_bytes(w);
+// ---- GEMV ----------------------------------------------------------------------------------------------------------------
+
+// One N block, all of K, an M tile of MR rows: MR x 2 vectors of accumulators, each split into CHAINS independent ones, which hide
+// the latency of the multiply-adds.
+template <class Compute, int BITS, int MR, int CHAINS, bool OFFSET>
+void gemv_tile(const GemmCall& c, int64_t block, int64_t row, CodePrefetch code_prefetch) {
+  using Codes = KBlock<BITS>;
+  using Acc = typename Compute::Acc;
+  constexpr int columns = Codes::columns, operands = columns / Compute::k_per_operand;
+  const PackedHeader& w = *c.w;
+  const uint8_t* p = c.base + w.codes + block * n_block_bytes(w);
   const uint8_t* page = p;
-  Scales scales(w, c.base, block, 0);
-  const uint32_t* x = c.xp + row * c.words;
-  const float* sums = c.sums + row * w.groups;
-  const int32_t* starts = c.starts + row * w.groups;
-  const typename Mo::template Tab<BITS> table(c.base, w);
-  __m512 total[MR][2], all[MR][2];
-  UNROLL for (int m = 0; m < MR; m++) total[m][0] = total[m][1] = all[m][0] = all[m][1] = _mm512_setzero_ps();
-  const int64_t steps = w.run / step, group_bytes = steps * 128 * C::vectors;
-  const int64_t left = w.map ? w.run : w.k - (w.groups - 1) * w.run, last_steps = (left + step - 1) / step;  // without its padding
-  for (int64_t g = 0; g < w.groups; g++) {
-    if (g % kGroups == 0 && g > 0)
+  ScaleCursor cursor(w, c.base, block, 0);
+  const uint32_t* x = c.x_packed + row * c.row_int32;
+  const float* x_group_sums = c.x_group_sums + row * w.num_groups;
+  const int32_t* acc_init = c.acc_init + row * w.num_groups;
+  const typename Compute::template LutOf<BITS> lut(c.base, w);
+  __m512 inner[MR][2], outer[MR][2];
+  UNROLL for (int m = 0; m < MR; m++) inner[m][0] = inner[m][1] = outer[m][0] = outer[m][1] = _mm512_setzero_ps();
+  const int64_t k_blocks = w.group_k / columns, group_bytes = k_blocks * 128 * Codes::vectors;
+  const int64_t last_k = w.column_map ? w.group_k : w.k - (w.num_groups - 1) * w.group_k;  // of the last group without its padding
+  const int64_t last_k_blocks = (last_k + columns - 1) / columns;
+  for (int64_t g = 0; g < w.num_groups; g++) {
+    if (g % kPromoteGroups == 0 && g > 0)
       UNROLL for (int m = 0; m < MR; m++) UNROLL for (int i = 0; i < 2; i++)
-        all[m][i] = _mm512_add_ps(all[m][i], total[m][i]), total[m][i] = _mm512_setzero_ps();
-    typename Mo::Acc acc[MR][2][CHAINS];
+        outer[m][i] = _mm512_add_ps(outer[m][i], inner[m][i]), inner[m][i] = _mm512_setzero_ps();
+    Acc acc[MR][2][CHAINS];
     UNROLL for (int m = 0; m < MR; m++) UNROLL for (int i = 0; i < CHAINS; i++)
-      acc[m][0][i] = acc[m][1][i] = i == 0 ? Mo::start(starts, g * MR + m) : typename Mo::Acc{};
-    for (; page < p + group_bytes; page += kPage) prefetch(page + kFar[0]), prefetch(page + kFar[1]);
-    prefetch(scales.s + kStreamNear);
-    if (OFFSET) prefetch(scales.o + kStreamNear);
-    const int64_t now = g + 1 < w.groups ? steps : last_steps;
-    for (int64_t s = 0; s < now; s++) {
-      C c0, c1;
-      c0.read(p), c1.read(p + 64);
-      UNROLL for (int i = 0; i < C::vectors * 2; i++) prefetch(ahead.at + 64 * i);
-      ahead.at += ahead.advance;
-      UNROLL for (int j = 0; j < words; j++) {
-        const __m512i w0 = Mo::template word<BITS>(c0, table, j), w1 = Mo::template word<BITS>(c1, table, j);
+      acc[m][0][i] = acc[m][1][i] = i == 0 ? Compute::init(acc_init, g * MR + m) : Acc{};
+    for (; page < p + group_bytes; page += kPageBytes) prefetch(page + kPageDistance[0]), prefetch(page + kPageDistance[1]);
+    prefetch(cursor.scales + kScaleDistance);
+    if (OFFSET) prefetch(cursor.offsets + kScaleDistance);
+    const int64_t group_k_blocks = g + 1 < w.num_groups ? k_blocks : last_k_blocks;
+    for (int64_t kb = 0; kb < group_k_blocks; kb++) {
+      Codes codes0, codes1;
+      codes0.read(p), codes1.read(p + 64);
+      UNROLL for (int i = 0; i < Codes::vectors * 2; i++) prefetch(code_prefetch.next + 64 * i);
+      code_prefetch.next += code_prefetch.bytes_per_k_block;
+      UNROLL for (int j = 0; j < operands; j++) {
+        const __m512i w0 = Compute::template operand<BITS>(codes0, lut, j), w1 = Compute::template operand<BITS>(codes1, lut, j);
         UNROLL for (int m = 0; m < MR; m++) {
-          acc[m][0][j % CHAINS] = Mo::mac(acc[m][0][j % CHAINS], w0, x[j * MR + m]);
-          acc[m][1][j % CHAINS] = Mo::mac(acc[m][1][j % CHAINS], w1, x[j * MR + m]);
+          acc[m][0][j % CHAINS] = Compute::mac(acc[m][0][j % CHAINS], w0, x[j * MR + m]);
+          acc[m][1][j % CHAINS] = Compute::mac(acc[m][1][j % CHAINS], w1, x[j * MR + m]);
         }
       }
-      x += words * MR;
-      p += 128 * C::vectors;
+      x += operands * MR;
+      p += 128 * Codes::vectors;
     }
-    const Affine a0 = scales.half(0), a1 = scales.half(1);
-    scales.next();
+    const ScaleOffset a0 = cursor.half(0), a1 = cursor.half(1);
+    cursor.next();
     UNROLL for (int m = 0; m < MR; m++) {
-      typename Mo::Acc s0 = acc[m][0][0], s1 = acc[m][1][0];
-      UNROLL for (int i = 1; i < CHAINS; i++) s0 = Mo::add(s0, acc[m][0][i]), s1 = Mo::add(s1, acc[m][1][i]);
-      total[m][0] = _mm512_fmadd_ps(a0.s, Mo::sum(s0), total[m][0]);
-      total[m][1] = _mm512_fmadd_ps(a1.s, Mo::sum(s1), total[m][1]);
+      Acc s0 = acc[m][0][0], s1 = acc[m][1][0];
+      UNROLL for (int i = 1; i < CHAINS; i++) s0 = Compute::add(s0, acc[m][0][i]), s1 = Compute::add(s1, acc[m][1][i]);
+      inner[m][0] = _mm512_fmadd_ps(a0.scale, Compute::to_f32(s0), inner[m][0]);
+      inner[m][1] = _mm512_fmadd_ps(a1.scale, Compute::to_f32(s1), inner[m][1]);
       if (OFFSET) {
-        const __m512 sum = _mm512_set1_ps(sums[g * MR + m]);
-        total[m][0] = _mm512_fmadd_ps(a0.o, sum, total[m][0]);
-        total[m][1] = _mm512_fmadd_ps(a1.o, sum, total[m][1]);
+        const __m512 sum = _mm512_set1_ps(x_group_sums[g * MR + m]);
+        inner[m][0] = _mm512_fmadd_ps(a0.offset, sum, inner[m][0]);
+        inner[m][1] = _mm512_fmadd_ps(a1.offset, sum, inner[m][1]);
       }
     }
   }
   UNROLL for (int m = 0; m < MR; m++)
-    finish(c, row + m, block, _mm512_add_ps(all[m][0], total[m][0]), _mm512_add_ps(all[m][1], total[m][1]));
+    epilogue(c, row + m, block, _mm512_add_ps(outer[m][0], inner[m][0]), _mm512_add_ps(outer[m][1], inner[m][1]));
 }
 
-// Sums of each row at once in a tile of few rows: a dozen vectors of sums in all keep the multiplier busy.
+// A dozen accumulators in all keep the multiply-add units busy: small M tiles have several chains for each.
 constexpr int chains_of(int rows) { return rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
 
-// One block, all tiles. While they read it again out of the cache, each brings its share of the next block; so does not the first
-// tile of the first block, which has to bring its own.
-template <class Mo, int BITS, bool OFFSET> void narrow(const Call& c, int64_t block, bool begins) {
-  const int64_t tiles = c.last_tile - c.first_tile, bytes = block_bytes(*c.w);
+// One N block, all M tiles. From the second M tile on the block is read from cache, so each M tile prefetches its share of the next N
+// block instead; the first M tile of the first block prefetches its own.
+template <class Compute, int BITS, bool OFFSET> void gemv(const GemmCall& c, int64_t block, bool first_block) {
+  const int64_t tiles = c.m_tile_end - c.m_tile_begin, bytes = n_block_bytes(*c.w);
   const uint8_t* p = c.base + c.w->codes + block * bytes;
   for (int64_t t = 0; t < tiles; t++) {
-    const int64_t row = tile_start(c, c.first_tile + t);
-    Ahead ahead{p + kNear, 128 * Codes<BITS>::vectors};
-    if (tiles > 1 && !(begins && t == 0)) {
-      const int64_t parts = tiles - begins, part = t - begins;
-      ahead.advance = (ahead.advance + parts - 1) / parts;
-      ahead.at = p + bytes + part * (bytes / parts);
+    const int64_t row = m_tile_start(c, c.m_tile_begin + t);
+    CodePrefetch code_prefetch{p + kCodeDistance, 128 * KBlock<BITS>::vectors};
+    if (tiles > 1 && !(first_block && t == 0)) {
+      const int64_t shares = tiles - first_block, share = t - first_block;
+      code_prefetch.bytes_per_k_block = (code_prefetch.bytes_per_k_block + shares - 1) / shares;
+      code_prefetch.next = p + bytes + share * (bytes / shares);
     }
-    switch (tile_start(c, c.first_tile + t + 1) - row) {
+    switch (m_tile_start(c, c.m_tile_begin + t + 1) - row) {
 #define BITLINE_TILE(MR) case MR: \
-      if (chains_of(MR) == 1 || c.w->invariant) narrow_tile<Mo, BITS, MR, 1, OFFSET>(c, block, row, ahead); \
-      else narrow_tile<Mo, BITS, MR, chains_of(MR), OFFSET>(c, block, row, ahead); \
+      if (chains_of(MR) == 1 || c.w->batch_invariant) gemv_tile<Compute, BITS, MR, 1, OFFSET>(c, block, row, code_prefetch); \
+      else gemv_tile<Compute, BITS, MR, chains_of(MR), OFFSET>(c, block, row, code_prefetch); \
       break;
       BITLINE_TILE(1) BITLINE_TILE(2) BITLINE_TILE(3) BITLINE_TILE(4) BITLINE_TILE(5) BITLINE_TILE(6)
       BITLINE_TILE(7) BITLINE_TILE(8) BITLINE_TILE(9) BITLINE_TILE(10) BITLINE_TILE(11) BITLINE_TILE(12)
@@ -141,83 +148,87 @@ template <class Mo, int BITS, bool OFFSET> void narrow(const Call& c, int64_t bl
   }
 }
 
-// A part of K: some whole groups, or a piece of one.
-struct Part {
-  int64_t group, runs, words;  // first group; how many; words of each (or of the piece)
-  int64_t word;                // its first word in a row of x
-  bool first;                  // it has its group's first column
-  const float *s, *o;          // [runs][32]; o is null where there are no offsets
+// ---- panel GEMM ----------------------------------------------------------------------------------------------------------
+
+// The K slice of a panel: some whole groups, or a part of one.
+struct KSlice {
+  int64_t first_group, num_groups;
+  int64_t operands;              // of each group, or of the part of one
+  bool starts_group;             // the slice has its group's first column
+  const float *scales, *offsets; // [num_groups][32]; offsets: null where there are none
 };
 
-// Where a tile finds the words of the weight: in a panel, or as codes, which it leaves decoded for the tiles after it.
-struct Decoded {
-  static constexpr int words = 1;
+// Where a panel tile takes W from: a dequantized panel, or codes, which it dequantizes and leaves in the panel for the M tiles after it.
+struct FromPanel {
+  static constexpr int operands = 1;
   const uint32_t* panel;
-  INLINE void step() {}
-  INLINE void word(int, __m512i& a, __m512i& b) { a = load(panel), b = load(panel + 16), panel += 32; }
+  INLINE void next_k_block() {}
+  INLINE void operand(int, __m512i& a, __m512i& b) { a = load(panel), b = load(panel + 16), panel += 32; }
 };
-template <class Mo, int BITS> struct Decoding {
-  static constexpr int words = Codes<BITS>::step / Mo::per_word;
+template <class Compute, int BITS> struct FromCodes {
+  static constexpr int operands = KBlock<BITS>::columns / Compute::k_per_operand;
   const uint8_t* p;
   uint32_t* panel;
-  const typename Mo::template Tab<BITS> table;
-  Codes<BITS> c0, c1;
-  INLINE void step() { c0.read(p), c1.read(p + 64), p += 128 * Codes<BITS>::vectors; }
-  INLINE void word(int j, __m512i& a, __m512i& b) {
-    a = Mo::template word<BITS>(c0, table, j), b = Mo::template word<BITS>(c1, table, j);
+  const typename Compute::template LutOf<BITS> lut;
+  KBlock<BITS> codes0, codes1;
+  INLINE void next_k_block() { codes0.read(p), codes1.read(p + 64), p += 128 * KBlock<BITS>::vectors; }
+  INLINE void operand(int j, __m512i& a, __m512i& b) {
+    a = Compute::template operand<BITS>(codes0, lut, j), b = Compute::template operand<BITS>(codes1, lut, j);
     _mm512_store_si512(panel, a), _mm512_store_si512(panel + 16, b), panel += 32;
   }
 };
 
-// sums[MR][32] += words of the weight [words][32] times a tile of x [words][MR], each group scaled.
-template <class Mo, int MR, class From> void tile(const Part& part, From from, const uint32_t* x, const float* sums,
-                                                  const int32_t* starts, float* out) {
-  for (int64_t r = 0; r < part.runs; r++) {
-    typename Mo::Acc a0[MR], a1[MR];
-    UNROLL for (int m = 0; m < MR; m++) a0[m] = a1[m] = part.first ? Mo::start(starts, r * MR + m) : typename Mo::Acc{};
-    for (int64_t i = 0; i < part.words; i += From::words) {
-      from.step();
-      UNROLL for (int j = 0; j < From::words; j++) {
+// out [MR][32] += the slice of W [operands][32] times an M tile of x [operands][MR], each group scaled.
+template <class Compute, int MR, class Source> void panel_tile(const KSlice& slice, Source source, const uint32_t* x,
+                                                               const float* x_group_sums, const int32_t* acc_init, float* out) {
+  for (int64_t g = 0; g < slice.num_groups; g++) {
+    typename Compute::Acc a0[MR], a1[MR];
+    UNROLL for (int m = 0; m < MR; m++)
+      a0[m] = a1[m] = slice.starts_group ? Compute::init(acc_init, g * MR + m) : typename Compute::Acc{};
+    for (int64_t i = 0; i < slice.operands; i += Source::operands) {
+      source.next_k_block();
+      UNROLL for (int j = 0; j < Source::operands; j++) {
         __m512i w0, w1;
-        from.word(j, w0, w1);
+        source.operand(j, w0, w1);
         UNROLL for (int m = 0; m < MR; m++) {
-          a0[m] = Mo::mac(a0[m], w0, x[m]);
-          a1[m] = Mo::mac(a1[m], w1, x[m]);
+          a0[m] = Compute::mac(a0[m], w0, x[m]);
+          a1[m] = Compute::mac(a1[m], w1, x[m]);
         }
         x += MR;
       }
     }
-    const __m512 s0 = _mm512_loadu_ps(part.s + 32 * r), s1 = _mm512_loadu_ps(part.s + 32 * r + 16);
+    const __m512 s0 = _mm512_loadu_ps(slice.scales + 32 * g), s1 = _mm512_loadu_ps(slice.scales + 32 * g + 16);
     UNROLL for (int m = 0; m < MR; m++) {
       float* at = out + 32 * m;
-      __m512 t0 = _mm512_fmadd_ps(s0, Mo::sum(a0[m]), _mm512_loadu_ps(at));
-      __m512 t1 = _mm512_fmadd_ps(s1, Mo::sum(a1[m]), _mm512_loadu_ps(at + 16));
-      if (part.o) {
-        const __m512 sum = _mm512_set1_ps(sums[r * MR + m]);
-        t0 = _mm512_fmadd_ps(_mm512_loadu_ps(part.o + 32 * r), sum, t0);
-        t1 = _mm512_fmadd_ps(_mm512_loadu_ps(part.o + 32 * r + 16), sum, t1);
+      __m512 t0 = _mm512_fmadd_ps(s0, Compute::to_f32(a0[m]), _mm512_loadu_ps(at));
+      __m512 t1 = _mm512_fmadd_ps(s1, Compute::to_f32(a1[m]), _mm512_loadu_ps(at + 16));
+      if (slice.offsets) {
+        const __m512 sum = _mm512_set1_ps(x_group_sums[g * MR + m]);
+        t0 = _mm512_fmadd_ps(_mm512_loadu_ps(slice.offsets + 32 * g), sum, t0);
+        t1 = _mm512_fmadd_ps(_mm512_loadu_ps(slice.offsets + 32 * g + 16), sum, t1);
       }
       _mm512_storeu_ps(at, t0), _mm512_storeu_ps(at + 16, t1);
     }
   }
 }
 
-template <class Mo, class From> void any_tile(int64_t rows, const Part& p, const From& from, const uint32_t* x,
-                                             const float* sums, const int32_t* starts, float* out) {
+// Panels are used for more than 12 rows, whose M tiles have 6 to 12.
+template <class Compute, class Source> void panel_tile_of(int64_t rows, const KSlice& slice, const Source& source, const uint32_t* x,
+                                                          const float* x_group_sums, const int32_t* acc_init, float* out) {
   switch (rows) {
-    case 6: return tile<Mo, 6>(p, from, x, sums, starts, out);
-    case 7: return tile<Mo, 7>(p, from, x, sums, starts, out);
-    case 8: return tile<Mo, 8>(p, from, x, sums, starts, out);
-    case 9: return tile<Mo, 9>(p, from, x, sums, starts, out);
-    case 10: return tile<Mo, 10>(p, from, x, sums, starts, out);
-    case 11: return tile<Mo, 11>(p, from, x, sums, starts, out);
-    default: return tile<Mo, 12>(p, from, x, sums, starts, out);
+    case 6: return panel_tile<Compute, 6>(slice, source, x, x_group_sums, acc_init, out);
+    case 7: return panel_tile<Compute, 7>(slice, source, x, x_group_sums, acc_init, out);
+    case 8: return panel_tile<Compute, 8>(slice, source, x, x_group_sums, acc_init, out);
+    case 9: return panel_tile<Compute, 9>(slice, source, x, x_group_sums, acc_init, out);
+    case 10: return panel_tile<Compute, 10>(slice, source, x, x_group_sums, acc_init, out);
+    case 11: return panel_tile<Compute, 11>(slice, source, x, x_group_sums, acc_init, out);
+    default: return panel_tile<Compute, 12>(slice, source, x, x_group_sums, acc_init, out);
   }
 }
 
-// Scaled weights rounded once, as a dense layer in bfloat16 would hold them: no scale is left to apply to sums.
-INLINE __m512i scaled_pair(__m512i pair, __m512 s, __m512 o) {
-  const __m512 a = _mm512_fmadd_ps(low_half(pair), s, o), b = _mm512_fmadd_ps(high_half(pair), s, o);
+// scale * w + offset, rounded once to bfloat16, as a dense bfloat16 layer would hold it: no scale is left for the accumulators.
+INLINE __m512i scale_pair(__m512i pair, __m512 scale, __m512 offset) {
+  const __m512 a = _mm512_fmadd_ps(low_f32(pair), scale, offset), b = _mm512_fmadd_ps(high_f32(pair), scale, offset);
   const __m512i order = _mm512_or_si512(
       _mm512_slli_epi32(_mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                          _mm512_set1_epi32(16)), 16),
@@ -225,114 +236,148 @@ INLINE __m512i scaled_pair(__m512i pair, __m512 s, __m512 o) {
   return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 }
 
-template <class Mo, int BITS> void decode(const Call& c, const uint8_t* p, int64_t steps, uint32_t* panel) {
-  using C = Codes<BITS>;
-  const typename Mo::template Tab<BITS> table(c.base, *c.w);
-  for (int64_t s = 0; s < steps; s++) {
-    C c0, c1;
-    c0.read(p), c1.read(p + 64);
-    UNROLL for (int j = 0; j < C::step / Mo::per_word; j++) {
-      _mm512_store_si512(panel, Mo::template word<BITS>(c0, table, j));
-      _mm512_store_si512(panel + 16, Mo::template word<BITS>(c1, table, j));
+template <class Compute, int BITS> void dequantize(const GemmCall& c, const uint8_t* p, int64_t k_blocks, uint32_t* panel) {
+  using Codes = KBlock<BITS>;
+  const typename Compute::template LutOf<BITS> lut(c.base, *c.w);
+  for (int64_t kb = 0; kb < k_blocks; kb++) {
+    Codes codes0, codes1;
+    codes0.read(p), codes1.read(p + 64);
+    UNROLL for (int j = 0; j < Codes::columns / Compute::k_per_operand; j++) {
+      _mm512_store_si512(panel, Compute::template operand<BITS>(codes0, lut, j));
+      _mm512_store_si512(panel + 16, Compute::template operand<BITS>(codes1, lut, j));
       panel += 32;
     }
-    p += 128 * C::vectors;
+    p += 128 * Codes::vectors;
   }
 }
 
-template <int BITS> void decode_scaled(const Call& c, const uint8_t* p, int64_t steps, const float* s, const float* o, uint32_t* panel) {
-  using C = Codes<BITS>;
-  const Table<BITS> table(c.base, *c.w);
-  const __m512 s0 = _mm512_loadu_ps(s), s1 = _mm512_loadu_ps(s + 16), zero = _mm512_setzero_ps();
-  const __m512 o0 = o ? _mm512_loadu_ps(o) : zero, o1 = o ? _mm512_loadu_ps(o + 16) : zero;
-  for (int64_t i = 0; i < steps; i++) {
-    C c0, c1;
-    c0.read(p), c1.read(p + 64);
-    UNROLL for (int j = 0; j < C::step / 2; j++) {
-      _mm512_store_si512(panel, scaled_pair(c0.pair(table, j), s0, o0));
-      _mm512_store_si512(panel + 16, scaled_pair(c1.pair(table, j), s1, o1));
+// K blocks of one group with its scales [32] and offsets [32] (or null) applied.
+template <int BITS> void dequantize_scaled(const GemmCall& c, const uint8_t* p, int64_t k_blocks, const float* scales, const float* offsets,
+                                           uint32_t* panel) {
+  using Codes = KBlock<BITS>;
+  const Lut<BITS> lut(c.base, *c.w);
+  const __m512 s0 = _mm512_loadu_ps(scales), s1 = _mm512_loadu_ps(scales + 16), zero = _mm512_setzero_ps();
+  const __m512 o0 = offsets ? _mm512_loadu_ps(offsets) : zero, o1 = offsets ? _mm512_loadu_ps(offsets + 16) : zero;
+  for (int64_t kb = 0; kb < k_blocks; kb++) {
+    Codes codes0, codes1;
+    codes0.read(p), codes1.read(p + 64);
+    UNROLL for (int j = 0; j < Codes::columns / 2; j++) {
+      _mm512_store_si512(panel, scale_pair(codes0.bf16_pair(lut, j), s0, o0));
+      _mm512_store_si512(panel + 16, scale_pair(codes1.bf16_pair(lut, j), s1, o1));
       panel += 32;
     }
-    p += 128 * C::vectors;
+    p += 128 * Codes::vectors;
   }
 }
 
-// From a number of rows on scaling the panel costs less than scaling the sums of each group, which a shorter group has more of.
-INLINE bool scale_panel(const Call& c, int64_t run) {
-  return c.mode == kBF16Mode && c.dtype == kXB16 && run < 512 && 5 * c.m > 8 * run;
+// From some M on, scaling the panel costs less than scaling the accumulators of each group, of which a row of short groups has more.
+INLINE bool scales_panel(const GemmCall& c, int64_t group_k) {
+  return c.compute == kComputeBF16 && c.dtype == kBFloat16 && group_k < 512 && 5 * c.m > 8 * group_k;
 }
 
-template <class Mo, int BITS> void wide(const Call& c, int64_t block, uint32_t* panel, float* out) {
-  constexpr int step = Codes<BITS>::step;
-  const Meta& w = *c.w;
+// The K slice from operand `at` of a row on, as long as a panel holds.
+INLINE KSlice k_slice_at(const PackedHeader& w, int64_t group_operands, int64_t at) {
+  KSlice slice;
+  slice.first_group = at / group_operands;
+  const int64_t within = at - slice.first_group * group_operands;
+  slice.starts_group = within == 0;
+  if (group_operands <= kPanelOperands) {
+    slice.operands = group_operands;
+    slice.num_groups = kPanelOperands / group_operands;
+    if (slice.num_groups > w.num_groups - slice.first_group) slice.num_groups = w.num_groups - slice.first_group;
+  } else {
+    slice.num_groups = 1;
+    slice.operands = group_operands - within < kPanelOperands ? group_operands - within : kPanelOperands;
+  }
+  return slice;
+}
+
+// Scales and offsets of the slice's groups as float32.
+INLINE void load_slice_scales(const GemmCall& c, int64_t block, const KSlice& slice, float (*scales)[32], float (*offsets)[32]) {
+  ScaleCursor cursor(*c.w, c.base, block, slice.first_group);
+  for (int64_t g = 0; g < slice.num_groups; g++, cursor.next())
+    for (int h = 0; h < 2; h++) {
+      const ScaleOffset a = cursor.half(h);
+      _mm512_store_ps(scales[g] + 16 * h, a.scale), _mm512_store_ps(offsets[g] + 16 * h, a.offset);
+    }
+}
+
+// One N block, all M tiles. acc: 32 floats per row.
+template <class Compute, int BITS> void panel_gemm(const GemmCall& c, int64_t block, uint32_t* panel, float* acc) {
+  constexpr int columns = KBlock<BITS>::columns, k_block_bytes = 128 * KBlock<BITS>::vectors;
+  const PackedHeader& w = *c.w;
   alignas(64) static const float ones[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-  alignas(64) float s[kPanelWords][32], o[kPanelWords][32];
-  const int64_t run_words = w.run / Mo::per_word, tiles = c.last_tile - c.first_tile;
-  const int64_t first_row = tile_start(c, c.first_tile), last_row = tile_start(c, c.last_tile);
-  const bool scaled = scale_panel(c, w.run), offset = w.offset_type != kNone;
-  for (int64_t i = first_row * 32; i < last_row * 32; i += 16) _mm512_store_ps(out + i, _mm512_setzero_ps());
-  const uint8_t* p = c.base + w.codes + block * block_bytes(w);
-  for (int64_t at = 0; at < c.words;) {
-    Part part;
-    part.word = at, part.group = at / run_words;
-    const int64_t within = at - part.group * run_words;
-    part.first = within == 0;
-    if (run_words <= kPanelWords) {
-      part.words = run_words;
-      part.runs = kPanelWords / run_words;
-      if (part.runs > w.groups - part.group) part.runs = w.groups - part.group;
+  alignas(64) float scales[kPanelOperands][32], offsets[kPanelOperands][32];
+  const int64_t group_operands = w.group_k / Compute::k_per_operand, tiles = c.m_tile_end - c.m_tile_begin;
+  const int64_t first_row = m_tile_start(c, c.m_tile_begin), last_row = m_tile_start(c, c.m_tile_end);
+  const bool scaled = scales_panel(c, w.group_k), has_offsets = w.offset_type != kNone;
+  for (int64_t i = first_row * 32; i < last_row * 32; i += 16) _mm512_store_ps(acc + i, _mm512_setzero_ps());
+  const uint8_t* p = c.base + w.codes + block * n_block_bytes(w);
+  for (int64_t at = 0; at < c.row_int32;) {
+    KSlice slice;
+    slice.first_group = at / group_operands;
+    const int64_t within = at - slice.first_group * group_operands;
+    slice.starts_group = within == 0;
+    if (group_operands <= kPanelOperands) {
+      slice.operands = group_operands;
+      slice.num_groups = kPanelOperands / group_operands;
+      if (slice.num_groups > w.num_groups - slice.first_group) slice.num_groups = w.num_groups - slice.first_group;
     } else {
-      part.runs = 1;
-      part.words = run_words - within < kPanelWords ? run_words - within : kPanelWords;
+      slice.num_groups = 1;
+      slice.operands = group_operands - within < kPanelOperands ? group_operands - within : kPanelOperands;
     }
-    Scales scales(w, c.base, block, part.group);
-    for (int64_t r = 0; r < part.runs; r++, scales.next())
+    ScaleCursor cursor(w, c.base, block, slice.first_group);
+    for (int64_t g = 0; g < slice.num_groups; g++, cursor.next())
       for (int h = 0; h < 2; h++) {
-        const Affine a = scales.half(h);
-        _mm512_store_ps(s[r] + 16 * h, a.s), _mm512_store_ps(o[r] + 16 * h, a.o);
+        const ScaleOffset a = cursor.half(h);
+        _mm512_store_ps(scales[g] + 16 * h, a.scale), _mm512_store_ps(offsets[g] + 16 * h, a.offset);
       }
-    const int64_t words = part.runs * part.words;
-    const int64_t bytes = words * Mo::per_word / step * 128 * Codes<BITS>::vectors, share = (bytes / tiles + 63) / 64 * 64;
-    part.s = s[0], part.o = offset && part.first ? o[0] : nullptr;
-    if constexpr (Mo::per_word == 2) {
+    const int64_t operands = slice.num_groups * slice.operands;
+    const int64_t bytes = operands * Compute::k_per_operand / columns * k_block_bytes;
+    const int64_t prefetch_share = (bytes / tiles + 63) / 64 * 64;
+    slice.scales = scales[0], slice.offsets = has_offsets && slice.starts_group ? offsets[0] : nullptr;
+    if constexpr (Compute::k_per_operand == 2) {
       if (scaled) {
-        const int64_t steps = part.words * 2 / step;
-        for (int64_t r = 0; r < part.runs; r++)
-          decode_scaled<BITS>(c, p + r * steps * 128 * Codes<BITS>::vectors, steps, s[r], offset ? o[r] : nullptr, panel + r * part.words * 32);
+        const int64_t k_blocks = slice.operands * 2 / columns;
+        for (int64_t g = 0; g < slice.num_groups; g++)
+          dequantize_scaled<BITS>(c, p + g * k_blocks * k_block_bytes, k_blocks, scales[g], has_offsets ? offsets[g] : nullptr,
+                                  panel + g * slice.operands * 32);
       }
     }
-    const bool fused = !scaled && BITS == 8 && Mo::per_word == 2;
-    if (!scaled && !fused) decode<Mo, BITS>(c, p, words * Mo::per_word / step, panel);
+    const bool fused = !scaled && BITS == 8 && Compute::k_per_operand == 2;  // the first M tile dequantizes
+    if (!scaled && !fused) dequantize<Compute, BITS>(c, p, operands * Compute::k_per_operand / columns, panel);
     const uint8_t* codes = p;
     p += bytes;
-    for (int64_t i = 0; i < bytes; i += kPage) prefetch(p + kFar[0] + i);
-    if (scaled) part.words = words, part.runs = 1, part.s = ones, part.o = nullptr;
+    for (int64_t i = 0; i < bytes; i += kPageBytes) prefetch(p + kPageDistance[0] + i);
+    if (scaled) slice.operands = operands, slice.num_groups = 1, slice.scales = ones, slice.offsets = nullptr;
     for (int64_t t = 0; t < tiles; t++) {
-      const int64_t row = tile_start(c, c.first_tile + t), rows = tile_start(c, c.first_tile + t + 1) - row;
-      for (int64_t i = 0; i < share; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + share * t + i), _MM_HINT_T1);
-      const int64_t sums = row * w.groups + part.group * rows;
-      if constexpr (BITS == 8 && Mo::per_word == 2) {
+      const int64_t row = m_tile_start(c, c.m_tile_begin + t), rows = m_tile_start(c, c.m_tile_begin + t + 1) - row;
+      for (int64_t i = 0; i < prefetch_share; i += 64)  // each M tile its share of the next slice
+        _mm_prefetch(reinterpret_cast<const char*>(p + prefetch_share * t + i), _MM_HINT_T1);
+      const int64_t group = row * w.num_groups + slice.first_group * rows;
+      if constexpr (BITS == 8 && Compute::k_per_operand == 2) {
         if (fused && t == 0) {
-          any_tile<Mo>(rows, part, Decoding<Mo, BITS>{codes, panel, typename Mo::template Tab<BITS>(c.base, w), {}, {}},
-                       c.xp + row * c.words + at * rows, c.sums + sums, c.starts + sums, out + 32 * row);
+          panel_tile_of<Compute>(rows, slice, FromCodes<Compute, BITS>{codes, panel, typename Compute::template LutOf<BITS>(c.base, w), {}, {}},
+                                 c.x_packed + row * c.row_int32 + at * rows, c.x_group_sums + group, c.acc_init + group, acc + 32 * row);
           continue;
         }
       }
-      any_tile<Mo>(rows, part, Decoded{panel}, c.xp + row * c.words + at * rows, c.sums + sums, c.starts + sums, out + 32 * row);
+      panel_tile_of<Compute>(rows, slice, FromPanel{panel}, c.x_packed + row * c.row_int32 + at * rows, c.x_group_sums + group,
+                             c.acc_init + group, acc + 32 * row);
     }
-    at += words;
+    at += operands;
   }
-  for (int64_t m = first_row; m < last_row; m++) finish(c, m, block, _mm512_load_ps(out + 32 * m), _mm512_load_ps(out + 32 * m + 16));
+  for (int64_t m = first_row; m < last_row; m++) epilogue(c, m, block, _mm512_load_ps(acc + 32 * m), _mm512_load_ps(acc + 32 * m + 16));
 }
 
-template <class Mo, int BITS> void run(const Call& c, int64_t first, int64_t last, uint32_t* panel, float* out) {
-  const bool offset = c.w->offset_type != kNone;
-  for (int64_t b = first; b < last; b++) {
-    if (c.wide) wide<Mo, BITS>(c, b, panel, out);
-    else if (offset) narrow<Mo, BITS, true>(c, b, b == first);
-    else narrow<Mo, BITS, false>(c, b, b == first);
+template <class Compute, int BITS> void compute_blocks_of(const GemmCall& c, int64_t first, int64_t last, uint32_t* panel, float* acc) {
+  const bool has_offsets = c.w->offset_type != kNone;
+  for (int64_t block = first; block < last; block++) {
+    if (c.use_panel) panel_gemm<Compute, BITS>(c, block, panel, acc);
+    else if (has_offsets) gemv<Compute, BITS, true>(c, block, block == first);
+    else gemv<Compute, BITS, false>(c, block, block == first);
   }
 }
 
 }  // namespace
-}  // namespace bitline::BITLINE_LEVEL
+}  // namespace bitline::BITLINE_ISA

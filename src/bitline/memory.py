@@ -1,7 +1,7 @@
-"""Memory for large tensors on a CPU.
+"""CPU memory for large tensors: pages faulted in ahead of use, and buffers of short-lived tensors reused.
 
-A system takes longer to bring the pages of new memory than a core takes to write to them, so they are brought in advance and
-by all threads (csrc/memory.cpp), and memory that is soon dropped again is used again.
+Faulting in new pages takes the system longer than a core takes to write to them. So it is done in advance, on all threads and with
+huge pages (csrc/prefault.cpp), and the memory of a tensor that is soon dropped serves the next one.
 """
 
 from __future__ import annotations
@@ -15,56 +15,55 @@ from torch import Tensor
 
 from bitline import native
 
-LARGE = 4 << 20  # bytes: memory of this size has a large page of its own wherever it begins
-SMALL = 1 << 18  # bytes up to which memory is not worth keeping
+MIN_PREFAULT = 4 << 20  # bytes: from here on a region contains a whole huge page wherever it begins
+MAX_UNPOOLED = 1 << 18  # bytes up to which reuse is not worth while
 
 _lock = threading.Lock()
-_spare: list[mmap.mmap] = []  # at most one
+_pool: list[mmap.mmap] = []  # at most one region
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """torch.empty, with its pages there."""
+    """torch.empty with its pages faulted in."""
     out = torch.empty(shape, dtype=dtype, device=device)
     if out.device.type == "cpu" and type(out) is Tensor:
-        _prepare(out)
+        _prefault(out)
     return out
 
 
-def passing(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialized CPU memory for a tensor that lives until the next one of its kind is asked for, as the codes of a weight do
-    between reading and packing.
+def empty_pooled(*shape: int, dtype: torch.dtype) -> Tensor:
+    """`empty` on the CPU for a short-lived tensor, such as a weight's codes between reading and packing.
 
-    A tensor that lives longer keeps its memory. Of those that were dropped, the largest one's memory is kept for the next;
-    `release` gives it back.
+    Of the tensors that have been dropped, the largest one's memory is pooled for the next call; `release` returns it to the
+    system. A tensor that lives longer keeps its memory.
     """
     out = torch.empty(0, dtype=dtype)
     count, size = torch.Size(shape).numel(), torch.Size(shape).numel() * out.itemsize
-    if size <= SMALL or type(out) is not Tensor:
+    if size <= MAX_UNPOOLED or type(out) is not Tensor:
         return torch.empty(shape, dtype=dtype)
     with _lock:
-        region = _spare.pop() if _spare and len(_spare[0]) >= size else None
+        region = _pool.pop() if _pool and len(_pool[0]) >= size else None
     if region is None:
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    view = memoryview(region)  # the tensor holds the view, and the view's end is the tensor's
-    weakref.finalize(view, _give_back, region).atexit = False
+    view = memoryview(region)  # owned by the tensor's storage, so that its finalizer runs when the tensor and its views are gone
+    weakref.finalize(view, _return_to_pool, region).atexit = False
     out = torch.frombuffer(view, dtype=dtype, count=count).view(shape)
-    _prepare(out)
+    _prefault(out)
     return out
 
 
 def release() -> None:
-    """Give the memory that `passing` keeps back to the system."""
+    """Return the pooled memory to the system."""
     with _lock:
-        _spare.clear()
+        _pool.clear()
 
 
-def _give_back(region: mmap.mmap) -> None:
+def _return_to_pool(region: mmap.mmap) -> None:
     with _lock:
-        if not _spare or len(_spare[0]) < len(region):
-            _spare[:] = [region]
+        if not _pool or len(_pool[0]) < len(region):
+            _pool[:] = [region]
 
 
-def _prepare(out: Tensor) -> None:
+def _prefault(out: Tensor) -> None:
     core = native.core()
-    if core is not None and out.nbytes >= LARGE:
-        core.prepare(out.data_ptr(), out.nbytes)
+    if core is not None and out.nbytes >= MIN_PREFAULT:
+        core.prefault_pages(out.data_ptr(), out.nbytes)

@@ -1,8 +1,8 @@
-"""The native core: C++ functions of `csrc/` behind a plain C interface, loaded when the first of them is asked for.
+"""The native core: the C++ functions of `csrc/` behind a C interface, loaded when the first of them is needed.
 
-It is one shared library inside the package, built by the installation where there is a C++ compiler. Without it every
-caller has a path in torch that gives the same bits. `$BITLINE_NO_NATIVE=1` hides it, `$BITLINE_CPU_ISA` forces a lower
-level of CPU features. Its functions run on torch's own threads and never allocate a tensor.
+It is one shared library inside the package, built at installation where there is a C++ compiler. Without it every caller has a
+torch implementation with the same results, bit for bit. `$BITLINE_NO_NATIVE=1` hides it, `$BITLINE_CPU_ISA` selects a lower ISA
+level. Its functions run on torch's own threads and never allocate a tensor. docs/cpu-design.md describes it.
 """
 
 from __future__ import annotations
@@ -19,56 +19,58 @@ from bitline.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ABI = 1  # of bitline_abi() in csrc/isa.cpp
+ABI = 2  # bitline_abi() in csrc/isa.cpp
 LEVELS = ("portable", "avx2", "avx512", "amx")
-THREADS = ("none: torch's threads were not found", "started for each call: torch has no OpenMP of GCC's interface", "torch's own")
+THREADS = (
+    "none: torch's threads were not found",
+    "spawned for each call: torch has no OpenMP runtime with GCC's interface",
+    "torch's own",
+)
 
-# Every function: its result and its arguments. p: pointer, l: int64, i: int, u: uint32, d: double, s: bytes, v: nothing.
+# Exported functions: result type, then argument types. p: pointer, l: int64, i: int, u: uint32, d: double, s: bytes, v: void.
 SIGNATURES = {
     "bitline_abi": "i", "bitline_isa": "i", "bitline_isa_highest": "i", "bitline_set_isa": "ii",
-    "bitline_init": "is", "bitline_threads": "i", "bitline_empty_regions": "vll",
-    "bitline_all_finite": "ipliu",
-    "bitline_transpose_words": "vplllpl", "bitline_awq_codes": "vplllpl", "bitline_ordered_words": "iplplilpl",
-    "bitline_unpack": "vplllip", "bitline_pack": "vplllip", "bitline_take": "ipllliplp",
-    "bitline_transpose": "iplllip", "bitline_zero_points": "ipllliuiip", "bitline_prepare": "vpl",
-    "bitline_block_codes": "iplllllpliip",
-    "bitline_int4pack": "vpllliiipillpp", "bitline_int4pack_scales": "ippplllllpldiip",
-    "bitline_gemm": "iplpppi", "bitline_bind": "is",
-    "bitline_gemm_row": "iplpppppppi",
-    "bitline_step_norm": "vppplld", "bitline_step_gate": "vpppl", "bitline_step_rows": "ipppll",
-    "bitline_step_attention": "ippppppllllld", "bitline_step_layer": "ipdddd",
-    "bitline_gemm_pack_rows": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp",
+    "bitline_bind_torch_threads": "is", "bitline_num_threads": "i", "bitline_empty_parallel_regions": "vll",
+    "bitline_prefault_pages": "vpl", "bitline_all_finite": "ipliu",
+    "bitline_unpack_codes": "vplllip", "bitline_pack_codes": "vplllip", "bitline_take_columns": "ipllliplp",
+    "bitline_repack_gptq": "vplllpl", "bitline_repack_gptq_permuted": "iplplilpl", "bitline_repack_awq": "vplllpl",
+    "bitline_transpose": "iplllip", "bitline_unpack_zero_points": "ipllliuiip", "bitline_repack_gguf_blocks": "iplllllpliip",
+    "bitline_int4pack_codes": "vpllliiipillpp", "bitline_int4pack_scales": "ippplllllpldiip",
+    "bitline_gemm_pack_codes": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp",
+    "bitline_gemm": "iplpppi", "bitline_fused_gemv": "iplpppppppi", "bitline_register_torch_op": "is",
+    "bitline_rms_norm": "vppplld", "bitline_silu_and_mul": "vpppl", "bitline_gemv_bf16": "ipppll",
+    "bitline_decode_attention": "ippppppllllld", "bitline_decode_layer": "ipdddd",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32, "d": ctypes.c_double,
     "s": ctypes.c_char_p, "v": None,
 }  # fmt: skip
-# The first bits, without the sign, of a number that is not finite.
+# The first bit pattern, without the sign, that is not finite.
 _NOT_FINITE = {"torch.float16": 0x7C00, "torch.bfloat16": 0x7F80, "torch.float32": 0x7F800000,
                "torch.float8_e4m3fn": 0x7F, "torch.float8_e5m2": 0x7C}  # fmt: skip
 
 
 class Core:
-    """A loaded library: its functions, ready to be called, and how their tasks get threads (an index of THREADS)."""
+    """A loaded library, with the functions of SIGNATURES as attributes, without their prefix. threads_from: an index of THREADS."""
 
     def __init__(self, path: Path) -> None:
-        """Load a file. An OSError says that it is no library, or of another version of Bitline."""
+        """Load a file. OSError: it is not a library, or one of another version of Bitline."""
         import torch
 
         self.path = path
         library = ctypes.CDLL(str(path))
-        absent = [name for name in SIGNATURES if not hasattr(library, name)]
-        if absent or library.bitline_abi() != ABI:
-            why = f"it lacks {absent[0]}" if absent else f"its interface is number {library.bitline_abi()}, not {ABI}"
-            raise OSError(f"{path} was built from other sources ({why}): install Bitline again")
+        missing = [name for name in SIGNATURES if not hasattr(library, name)]
+        if missing or library.bitline_abi() != ABI:
+            reason = f"it lacks {missing[0]}" if missing else f"its ABI number is {library.bitline_abi()}, not {ABI}"
+            raise OSError(f"{path} was built from other sources ({reason}): install Bitline again")
         for name, types in SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = _TYPES[types[0]], [_TYPES[t] for t in types[1:]]
             setattr(self, name.removeprefix("bitline_"), function)
         suffix = "dylib" if sys.platform == "darwin" else "so"
-        beside = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
-        self.torch_library = str(beside if beside.exists() else beside.name).encode()
-        self.threads_from: int = self.init(self.torch_library)
+        in_package = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
+        self.torch_library = str(in_package if in_package.exists() else in_package.name).encode()
+        self.threads_from: int = self.bind_torch_threads(self.torch_library)
 
     def __getattr__(self, name: str) -> Any:  # the functions of SIGNATURES, for type checkers
         raise AttributeError(name)
@@ -76,13 +78,13 @@ class Core:
 
 _lock = threading.Lock()
 _core: Core | None = None
-_reason: str | None = None  # why there is none, once that is known
+_reason: str | None = None  # why there is none, once loading was tried
 
 
 def core() -> Core | None:
-    """The library, loaded by the first call; None where there is none, and `why_not` says why.
+    """The library, loaded by the first call; None where there is none, for the reason that `why_not` returns.
 
-    An InputError where $BITLINE_CPU_ISA is not a level of this machine.
+    InputError: $BITLINE_CPU_ISA is not an ISA level of this machine.
     """
     if _core is None and _reason is None:
         _load()
@@ -112,9 +114,9 @@ def _load() -> None:
         except OSError as error:
             _reason = str(error)
             return
-        wanted = env.cpu_isa()
-        if wanted:
-            _set(found, wanted)
+        level = env.cpu_isa()
+        if level:
+            _set_isa(found, level)
         _core = found
 
 
@@ -124,7 +126,7 @@ def find() -> Path | None:
     if named is not None:
         return named
     suffix = "dylib" if sys.platform == "darwin" else "so"
-    for folder in sys.modules["bitline"].__path__:  # an editable installation has two: sources, and what was built from them
+    for folder in sys.modules["bitline"].__path__:  # an editable installation has two: sources and build results
         path = Path(folder) / "_native" / f"libbitline_native.{suffix}"
         if path.is_file():
             return path
@@ -132,34 +134,34 @@ def find() -> Path | None:
 
 
 def isa() -> str | None:
-    """The level of CPU features in use, of LEVELS; None without the library."""
+    """The ISA level in use, of LEVELS; None without the library."""
     found = core()
     return None if found is None else LEVELS[found.isa()]
 
 
 def isas() -> tuple[str, ...]:
-    """The levels that this machine and this build have, lowest first."""
+    """The ISA levels that this machine and this build support, lowest first."""
     found = core()
     return () if found is None else LEVELS[: found.isa_highest() + 1]
 
 
 def use_isa(level: str) -> None:
-    """Use the variants of one level, or of lower ones where it has none. An InputError where this machine lacks it."""
+    """Use the kernels of one ISA level, or of the next lower one that has them. InputError: this machine lacks the level."""
     found = core()
     if found is None:
-        raise InputError("there is no native core", found=_reason, expected="one that is built and not hidden")
-    _set(found, level)
+        raise InputError("there is no native core", found=_reason, expected="a native core that is built and not hidden")
+    _set_isa(found, level)
 
 
-def _set(found: Core, level: str) -> None:
+def _set_isa(found: Core, level: str) -> None:
     if level not in LEVELS or found.set_isa(LEVELS.index(level)):
-        have = ", ".join(LEVELS[: found.isa_highest() + 1])
-        raise InputError("no such level of CPU features here", found=repr(level), expected=have,
+        supported = ", ".join(LEVELS[: found.isa_highest() + 1])
+        raise InputError("this machine or build lacks the ISA level", found=repr(level), expected=supported,
                          fix="set BITLINE_CPU_ISA to one of them, or not at all")  # fmt: skip
 
 
-def usable(*tensors: Tensor) -> Core | None:
-    """The core, where its functions can be given all of these: plain CPU tensors whose rows lie in one piece each."""
+def core_for(*tensors: Tensor) -> Core | None:
+    """The core, where its functions can take all of these: plain CPU tensors with contiguous rows, and no compiling in progress."""
     import torch
 
     for tensor in tensors:
@@ -169,8 +171,8 @@ def usable(*tensors: Tensor) -> Core | None:
 
 
 def all_finite(x: Tensor) -> bool | None:
-    """Whether no number is NaN or infinite; None where the core cannot tell."""
-    found = usable(x)
+    """Whether no number is NaN or infinite; None where the core cannot check this tensor."""
+    found = core_for(x)
     first = _NOT_FINITE.get(str(x.dtype))
     if found is None or first is None or not x.is_contiguous():
         return None
@@ -178,22 +180,22 @@ def all_finite(x: Tensor) -> bool | None:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """A matrix [R, C] of numbers of up to 4 bytes as a contiguous [C, R]: `x.t().contiguous()`."""
+    """A contiguous transpose [C, R] of a matrix [R, C]: `x.t().contiguous()`, natively for elements of 1, 2 and 4 bytes."""
     import torch
 
-    found = usable(x) if x.itemsize in (1, 2, 4) else None
+    found = core_for(x) if x.itemsize in (1, 2, 4) else None
     if found is None:
         return x.t().contiguous()
     out = torch.empty(x.shape[1], x.shape[0], dtype=x.dtype)
     if found.transpose(x.data_ptr(), x.stride(0), *x.shape, x.itemsize, out.data_ptr()):
-        raise MemoryError("no memory to transpose in")
+        raise MemoryError("no memory to transpose a matrix")
     return out
 
 
 def report() -> dict[str, Any]:
-    """What `bitline doctor` says of the core."""
+    """The core's entry in the report of `bitline doctor`."""
     found = core()
     if found is None:
         return {"built": find() is not None, "available": False, "reason": _reason}
     return {"built": True, "available": True, "path": str(found.path), "isa": isa(), "isas": list(isas()),
-            "threads": found.threads(), "threads_from": THREADS[found.threads_from]}  # fmt: skip
+            "threads": found.num_threads(), "threads_from": THREADS[found.threads_from]}  # fmt: skip

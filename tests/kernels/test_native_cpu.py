@@ -1,4 +1,4 @@
-"""The native CPU kernel at every level of CPU features of this machine."""
+"""The native CPU kernel at every ISA level of this machine."""
 
 import math
 
@@ -7,10 +7,10 @@ import torch
 
 from bitline import QuantLinear, choose, native, types
 from bitline.errors import BitlineError
-from bitline.kernels.cpu import native_cpu
-from bitline.kernels.cpu import native_cpu_pack as packing
-from bitline.kernels.cpu.native_cpu import CPUBatchInvariantLinearKernel
-from bitline.kernels.cpu.native_cpu import CPUWNA16LinearKernel as Kernel
+from bitline.kernels.cpu import native_linear
+from bitline.kernels.cpu import packed_weight
+from bitline.kernels.cpu.native_linear import CPUBatchInvariantLinearKernel
+from bitline.kernels.cpu.native_linear import CPUWNA16LinearKernel as Kernel
 from bitline.select import Policy
 from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel, default_specs
@@ -57,8 +57,8 @@ def test_every_type_and_group(level, kind, group):
             check(Kernel.apply(x, packed, None, spec), x, weight)
 
 
-def _out(spec, weight, x, level_rows=8):
-    """The kernel into a buffer of NaN with a margin, which must stay as it was."""
+def _run(spec, weight, x):
+    """The kernel into a buffer of NaN with a margin, which must not be written."""
     core = native.core()
     packed = Kernel.pack(weight)["weight"]
     y = torch.full((x.shape[0] * spec.n + 64,), math.nan, dtype=x.dtype)
@@ -76,10 +76,10 @@ def test_every_element_is_written_and_none_else(level, n, m):
     for kind in (types.uint4b8, types.uint3b4, types.int8):
         spec = LinearSpec(n, 70, kind, (1, 32), scale_dtype=torch.float32, bias=True)
         weight, x = lossless_weight(spec, n), lossless_inputs(m, spec, m)
-        check_exact(_out(spec, weight, x), x, weight)
+        check_exact(_run(spec, weight, x), x, weight)
 
 
-WIDE = {
+PANEL = {
     "nvfp4": (LinearSpec(70, 160, types.float4_e2m1, (1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(70, 160)), 140),
     "offsets": (LinearSpec(33, 96, types.uint4, (1, 16), scale_dtype=torch.bfloat16, zero="float"), 129),
     "zeros": (LinearSpec(33, 90, types.uint6, (1, 16), scale_dtype=torch.float16, zero="int", bias=True), 130),
@@ -90,13 +90,13 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_many_rows(level, name):
-    spec, m = WIDE[name]
+@pytest.mark.parametrize("name", PANEL)
+def test_large_m(level, name):
+    spec, m = PANEL[name]
     exact, x = lossless_weight(spec, 1), lossless_inputs(m, spec, 2)
-    check_exact(_out(spec, exact, x), x, exact)
+    check_exact(_run(spec, exact, x), x, exact)
     weight, x = random_weight(spec, 3), inputs(m, spec, 4)
-    check(_out(spec, weight, x), x, weight)
+    check(_run(spec, weight, x), x, weight)
 
 
 @pytest.mark.parametrize("m", [1, 7, 40, 200])
@@ -112,8 +112,8 @@ def test_same_bits_for_any_number_of_threads(level, threads, m):
 
 
 @pytest.mark.parametrize("kind", types.SCALAR_TYPES.values(), ids=str)
-def test_a_row_is_the_same_in_any_batch_and_on_any_threads(level, threads, kind):
-    fp8 = ActSpec(types.float8_e4m3fn)  # multiplied as bfloat16 numbers; float32 outputs show every bit of their sums
+def test_batch_invariance(level, threads, kind):
+    fp8 = ActSpec(types.float8_e4m3fn)  # computed in bfloat16; float32 outputs show every bit of the accumulators
     for group, dtype, act in ((16, torch.bfloat16, None), (128, torch.bfloat16, None), (600, torch.float16, None),
                               (128, torch.float32, fp8), (32, torch.float32, fp8), (600, torch.float32, fp8),
                               (64, torch.float32, None), (128, torch.float32, ActSpec(types.int8, symmetric=False))):  # fmt: skip
@@ -126,14 +126,14 @@ def test_a_row_is_the_same_in_any_batch_and_on_any_threads(level, threads, kind)
             for count in (1, 2, 3):
                 threads(count)
                 together = torch.cat([CPUBatchInvariantLinearKernel.apply(part, packed, None, spec) for part in x.split(m)])
-                assert torch.equal(together, alone), f"rows of {m} on {count} threads, groups of {group}, {dtype}"
+                assert torch.equal(together, alone), f"M={m} on {count} threads, group size {group}, {dtype}"
 
 
-def test_the_batch_invariant_kernel_conforms_and_is_chosen_where_it_is_asked_for(level):
+def test_the_batch_invariant_kernel_conforms_and_is_chosen_by_policy(level):
     check_kernel(CPUBatchInvariantLinearKernel, default_specs()[::4])
-    native_cpu_alone = "cpu:avx512_bf16,avx512_vnni,avx512_vbmi"
-    assert choose(BASE, native_cpu_alone, Policy(batch_invariant=True)).kernel is CPUBatchInvariantLinearKernel
-    assert choose(BASE, native_cpu_alone).kernel is Kernel
+    platform = "cpu:avx512_bf16,avx512_vnni,avx512_vbmi"
+    assert choose(BASE, platform, Policy(batch_invariant=True)).kernel is CPUBatchInvariantLinearKernel
+    assert choose(BASE, platform).kernel is Kernel
 
 
 ACTS = [ActSpec(kind, dynamic, how, 0, symmetric, limit=limit) for kind in (types.int8, types.float8_e4m3fn)
@@ -142,7 +142,7 @@ ACTS = [ActSpec(kind, dynamic, how, 0, symmetric, limit=limit) for kind in (type
 
 
 @pytest.mark.parametrize("act", ACTS, ids=str)
-def test_quantized_inputs(level, act):
+def test_activation_quantization(level, act):
     for kind, dtype in ((types.int8, torch.bfloat16), (types.uint4b8, torch.float32), (types.nf4, torch.float32),
                         (types.uint3b4, torch.float16), (types.float8_e4m3fn, torch.bfloat16)):  # fmt: skip
         spec = LinearSpec(33, 130, kind, (1, 64), act=act, act_dtype=dtype)
@@ -154,7 +154,7 @@ def test_quantized_inputs(level, act):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_an_input_that_cannot_be_quantized_gives_nan_in_its_row(level, bad):
+def test_a_non_finite_token_gives_nan_in_its_row(level, bad):
     spec = BASE.replace(act=ActSpec(types.int8))
     packed, x = list(Kernel.pack(random_weight(spec, 1)).values()), inputs(3, spec)
     x[1, 5] = bad
@@ -195,9 +195,9 @@ def test_no_kernel_below_avx2():
 # ---- the operator --------------------------------------------------------------------------------------------------
 
 
-def test_the_operator_is_bound_to_the_core():
+def test_the_operator_is_registered_by_the_core():
     Kernel.pack(random_weight(BASE))
-    assert native_cpu.bound()
+    assert native_linear.register_native_op()
 
 
 def test_python_and_native_operator_agree():
@@ -206,17 +206,17 @@ def test_python_and_native_operator_agree():
     for shape in ((1, 96), (4, 96), (2, 3, 96), (96,), (0, 96), (2, 0, 96)):
         x = torch.randn(shape).bfloat16()
         for bias in (None, weight.bias.bfloat16()):
-            y = native_cpu.OP(x, packed, bias, 40)
-            assert y.shape == (*shape[:-1], 40) and torch.equal(y, native_cpu._linear(x, packed, bias, 40))
+            y = native_linear.OP(x, packed, bias, 40)
+            assert y.shape == (*shape[:-1], 40) and torch.equal(y, native_linear._linear(x, packed, bias, 40))
 
 
 def test_inputs_that_are_not_contiguous():
     packed = Kernel.pack(random_weight(BASE, 1))["weight"]
     x = torch.randn(96, 7).bfloat16().t()
-    wide = torch.randn(7, 200).bfloat16()[:, 50:146]
-    every = torch.randn(14, 96).bfloat16()[::2]
-    for odd in (x, wide, every, x[:1], x.view(7, 1, 96).expand(7, 3, 96)):
-        assert torch.equal(native_cpu.OP(odd, packed, None, 40), native_cpu.OP(odd.contiguous(), packed, None, 40))
+    column_slice = torch.randn(7, 200).bfloat16()[:, 50:146]
+    row_slice = torch.randn(14, 96).bfloat16()[::2]
+    for odd in (x, column_slice, row_slice, x[:1], x.view(7, 1, 96).expand(7, 3, 96)):
+        assert torch.equal(native_linear.OP(odd, packed, None, 40), native_linear.OP(odd.contiguous(), packed, None, 40))
 
 
 def test_wrong_arguments_are_refused():
@@ -224,18 +224,18 @@ def test_wrong_arguments_are_refused():
     x = torch.randn(2, 96).bfloat16()
     for wrong in ((torch.randn(2, 95).bfloat16(), packed, None, 40), (x, packed, None, 41), (x.double(), packed, None, 40)):
         with pytest.raises(RuntimeError, match="cpu_linear"):
-            native_cpu.OP(*wrong)
+            native_linear.OP(*wrong)
     other = packed.clone()
     other[0] += 1
     with pytest.raises(RuntimeError, match="version"):
-        native_cpu.OP(x, other, None, 40)
+        native_linear.OP(x, other, None, 40)
     with pytest.raises(BitlineError, match="version"):
-        native_cpu._linear(x, other, None, 40)
+        native_linear._linear(x, other, None, 40)
 
 
 def test_layers_call_it_directly_and_compile():
     layer = QuantLinear(random_weight(BASE, 1), kernel="CPUWNA16LinearKernel")
-    assert layer._direct is not None and layer._direct[0] is native_cpu.OP
+    assert layer._direct is not None and layer._direct[0] is native_linear.OP
     x = torch.randn(3, 2, 96).bfloat16()
     expected = layer(x)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -244,7 +244,7 @@ def test_layers_call_it_directly_and_compile():
     assert torch.equal(program.module()(x), expected)
 
 
-def test_input_schemes_that_torch_quantizes():
+def test_schemes_that_torch_fake_quantizes():
     act = ActSpec(types.float8_e4m3fn, granularity="group", group_size=32)
     spec = BASE.replace(weight=types.float8_e4m3fn, act=act)
     weight = random_weight(spec, 1)
@@ -276,23 +276,23 @@ def test_packed_bytes_are_what_is_packed(seed):
         assert packed.nbytes == Kernel.packed_bytes(spec)
 
 
-WIDER = LinearSpec(128, 512, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
+LAYER = LinearSpec(128, 512, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
 COMMON = (
-    WIDER.replace(block=(1, 128)), WIDER.replace(weight=types.uint3b4, block=(1, 128)), WIDER.replace(weight=types.uint6b32),
-    WIDER.replace(weight=types.float4_e2m1, block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(128, 512)),
-    WIDER.replace(weight=types.uint4, block=(1, 32), scale_dtype=torch.uint8, scale2_block=(1, 256), zero="float"),
-    WIDER.replace(weight=types.int8, block=(1, 512)),
+    LAYER.replace(block=(1, 128)), LAYER.replace(weight=types.uint3b4, block=(1, 128)), LAYER.replace(weight=types.uint6b32),
+    LAYER.replace(weight=types.float4_e2m1, block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(128, 512)),
+    LAYER.replace(weight=types.uint4, block=(1, 32), scale_dtype=torch.uint8, scale2_block=(1, 256), zero="float"),
+    LAYER.replace(weight=types.int8, block=(1, 512)),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", COMMON, ids=str)
-def test_common_layers_take_no_more_room_than_their_codes_and_scales(spec):
-    coarse = 128 * 2 * 8 if spec.scale2_block else 0  # float32 for each row and 256 columns, of scales and offsets
-    assert Kernel.packed_bytes(spec) <= spec.weight_bytes() + coarse + 256 + 512 + 1024
-    assert not packing.layout(spec).mapped
+def test_common_layers_take_no_more_memory_than_codes_and_scales(spec):
+    super_scales = 128 * 2 * 8 if spec.scale2_block else 0  # float32 for each row and 256 columns, of scales and offsets
+    assert Kernel.packed_bytes(spec) <= spec.weight_bytes() + super_scales + 256 + 512 + 1024
+    assert not packed_weight.layout_of(spec).has_column_map
 
 
-def test_long_sums_are_as_exact_as_torch(level):
+def test_long_reductions_are_as_exact_as_torch(level):
     for k, block in ((8192, (1, 8192)), (8192, (1, 16)), (5000, (1, 5000))):
         spec = LinearSpec(32, k, types.uint4b8, block, act_dtype=torch.float32)
         weight = random_weight(spec, 1)

@@ -12,7 +12,7 @@ from torch.nn.functional import linear, pad
 from bitline import bitstream
 from bitline.act_quant import fake_quantize
 from bitline.kernels.base import Kernel, Packed, matmul_rate, roofline
-from bitline.kernels.cpu import cpu_costs
+from bitline.kernels.cpu import costs as cpu_costs
 from bitline.platform import Platform, cpu_features
 from bitline.types import YES, LinearSpec, Verdict
 from bitline.weight import QuantizedWeight
@@ -68,8 +68,8 @@ class ReferenceLinearKernel(Kernel):
         if platform.vendor == "cpu":
             weights = spec.n * spec.k
             chunk = bitstream.rows_per_chunk(spec.k) * spec.k
-            seconds = cpu_costs.dequantize(spec, platform, chunk) + cpu_costs.product(weights, m, spec.act_dtype, platform)
-            return seconds + cpu_costs.quantized_input(spec, platform, m)
+            seconds = cpu_costs.dequantize(spec, platform, chunk) + cpu_costs.dense_gemm(weights, m, spec.act_dtype, platform)
+            return seconds + cpu_costs.fake_quant(spec, platform, m)
         passes = 4 * 8 * spec.n * spec.k / platform.rates.bandwidth
         dispatch = 60 * platform.rates.launch * -(-spec.n // bitstream.rows_per_chunk(spec.k))
         rate = matmul_rate(spec, platform)

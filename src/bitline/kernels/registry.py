@@ -70,7 +70,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.providers.ark": ("ArkWNA16LinearKernel", "ArkInt8WNA16LinearKernel"),
     "bitline.kernels.providers.xpu": ("XPUwNa16LinearKernel", "XPUW4A8IntLinearKernel"),
     "bitline.kernels.providers.xpu_fp8": ("XPUFP8ScaledMMLinearKernel", "XPUMxFp8LinearKernel"),
-    "bitline.kernels.cpu.native_cpu": ("CPUWNA16LinearKernel", "CPUBatchInvariantLinearKernel"),
+    "bitline.kernels.cpu.native_linear": ("CPUWNA16LinearKernel", "CPUBatchInvariantLinearKernel"),
     "bitline.kernels.providers.zentorch": ("ZentorchWNA16LinearKernel", "ZentorchInt8ScaledMMLinearKernel"),
     "bitline.kernels.torch.int4_cpu": ("TorchInt4PackLinearKernel",),
     "bitline.kernels.torch.int8_cpu": ("TorchInt8PackLinearKernel",),

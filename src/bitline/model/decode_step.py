@@ -1,12 +1,12 @@
-"""One token on a CPU: native code for what lies between a decoder's linear layers.
+"""A decoder's forward for one token on a CPU, in native code.
 
-A step of one row is some twenty calls from Python to torch in each layer of transformers' models, which take longer than the
-linear layers of a small model. Here a decoder's layer is one native call (csrc/step.cpp), and so are the last norm and a plain
-output layer, in bfloat16. The model keeps its modules and their code: an instance gets a forward of ours, which hands over to the
-class's own one whenever a call is not exactly such a step.
+For one token transformers makes some twenty calls from Python to torch in each layer, which take longer than the linear layers
+of a small model. Here a decoder layer is one native call (csrc/decode_step.cpp), and so are the last norm and an unquantized LM
+head, in bfloat16. The model keeps its modules and their code: an instance gets a `forward` of ours, which hands over to the class's
+own whenever a call is not exactly such a step.
 
-A class is known by the text of its forward, so that another version of transformers that computes something else is left
-alone. Whoever needs every torch operation of a model loads it with `load_model(..., native_step=False)`.
+A class is recognized by the hash of its forward's source, so a version of transformers that computes something else runs its own
+code. `load_model(..., native_step=False)` leaves a model without native forwards, for users who need every torch operation.
 """
 
 from __future__ import annotations
@@ -26,61 +26,79 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from bitline import native
-from bitline.kernels.cpu.native_cpu import OP
+from bitline.kernels.cpu.native_linear import OP
 from bitline.linear import QuantLinear, needs_dispatcher
+from bitline.model.kv_cache import kv_cache_layer_class
 
-ROWS = 8  # of a norm's input; above that torch's own operators are as fast
-LARGE = 1 << 20  # numbers of a plain output layer that is worth a call of ours
+MAX_NORM_ROWS = 8  # above that torch's own operators are as fast
+MIN_LM_HEAD = 1 << 20  # weights of an unquantized LM head that is worth a native call
 
-# SHA-256 of function bodies, as Python writes them from their syntax trees: without comments, docstrings and annotations.
-_TEXTS = {
-    "50b8139e32eaccc8": "norm", "5b8abf7af12a4b42": "mlp", "b139d1b607c01194": "layer",
+# SHA-256 of known function bodies, unparsed from their syntax trees: without comments, docstrings and annotations.
+_KNOWN_BODIES = {
+    "50b8139e32eaccc8": "rms_norm", "5b8abf7af12a4b42": "mlp", "b139d1b607c01194": "decoder_layer",
     "edb09e4cdb72174c": "attention", "ea92a9846ca1ecb5": "attention", "992c57d97163d600": "attention",  # Llama, Mistral, Qwen2
-    "457e3a53f1f0cfb6": "attention of normed heads",  # Qwen3
-    "257620718ecff20c": "rotate", "b92c1a98279c25d0": "half",
+    "457e3a53f1f0cfb6": "attention_qk_norm",  # Qwen3
+    "257620718ecff20c": "apply_rotary_pos_emb", "b92c1a98279c25d0": "rotate_half",
 }  # fmt: skip
-_WEIGHTS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
-_Layer = ctypes.c_int64 * 31  # csrc/step.h: Layer
+_LINEARS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+_DecoderLayer = ctypes.c_int64 * 31  # csrc/decode_step.h: DecoderLayer
 
 
 def install(model: Any) -> int:
-    """Give known modules of a model a native step; how many got one. None where there is no native core."""
+    """Give known modules of a model a native forward; returns how many got one, 0 without the native core."""
     if native.core() is None:
         return 0
-    found = 0
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    installed = 0
+    lm_head = getattr(model, "get_output_embeddings", lambda: None)()
     for module in model.modules():
-        kind = _kind(module)
-        step = _dense if module is head and type(module) is nn.Linear else _norm if kind == "norm" else _layer
-        if "forward" in module.__dict__ or (step is _layer and (kind != "layer" or not _is_whole(module))):
+        kind = _module_kind(module)
+        if module is lm_head and type(module) is nn.Linear:
+            forward: Any = _lm_head_forward
+        elif kind == "rms_norm":
+            forward = _rms_norm_forward
+        elif kind == "decoder_layer" and _has_known_parts(module):
+            forward = _decoder_layer_forward
+        else:
             continue
-        module.forward = MethodType(step, module)
-        found += 1
-    return found
+        if "forward" not in module.__dict__:
+            module.forward = MethodType(forward, module)
+            installed += 1
+    return installed
 
 
-def _kind(module: Any) -> str:
-    """What a module of transformers computes, of the kinds that are known by their text; else nothing."""
+def install_kv_cache(model: Any, cache: Any) -> None:
+    """Replace the full-attention layers of a new DynamicCache by ones that native decode steps append to."""
+    from transformers.cache_utils import DynamicLayer
+
+    if any(getattr(module.__dict__.get("forward"), "__func__", None) is _decoder_layer_forward for module in model.modules()):
+        cache.layers = [kv_cache_layer_class()() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+
+
+# ---- which modules are known ---------------------------------------------------------------------------------------------
+
+
+def _module_kind(module: Any) -> str:
+    """What a module of transformers computes, a value of _KNOWN_BODIES; "" where its source is not known."""
     cls: Any = type(module)
-    return _kind_of(cls)
+    return _class_kind(cls)
 
 
 @functools.cache
-def _kind_of(cls: Any) -> str:
+def _class_kind(cls: Any) -> str:
     if cls.__module__.partition(".")[0] != "transformers":
         return ""
-    kind = _TEXTS.get(_text(cls.forward), "")
-    if kind.startswith("attention"):
+    kind = _KNOWN_BODIES.get(_body_hash(cls.forward), "")
+    if kind.startswith("attention"):  # its forward calls these two
         names = sys.modules[cls.forward.__module__].__dict__
-        turn, half = (_TEXTS.get(_text(names.get(name))) for name in ("apply_rotary_pos_emb", "rotate_half"))
-        return kind if (turn, half) == ("rotate", "half") else ""
+        if any(_KNOWN_BODIES.get(_body_hash(names.get(name))) != name for name in ("apply_rotary_pos_emb", "rotate_half")):
+            return ""
     return kind
 
 
-def _text(function: Any) -> str:
-    """The hash of a function's body; empty where it has no source, or where another function is around it."""
+def _body_hash(function: Any) -> str:
+    """The hash of a function's body; "" where it has no source, or where another function wraps it."""
     inner = getattr(function, "__wrapped__", None)
-    if inner is not None:  # transformers' own wrapper does something else in training alone
+    if inner is not None:  # transformers' gradient checkpointing, which acts in training only
         code = getattr(function, "__code__", None)
         if code is None or code.co_name != "forward_with_checkpointing":
             return ""
@@ -96,246 +114,206 @@ def _text(function: Any) -> str:
     return hashlib.sha256("\n".join(map(ast.unparse, body)).encode()).hexdigest()[:16]
 
 
-def _is_whole(layer: Any) -> bool:
-    """Whether a decoder's layer consists of parts that are known too."""
+def _has_known_parts(layer: Any) -> bool:
+    """Whether a decoder layer's parts are known too."""
     parts = [layer._modules.get(name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")]
     if any(part is None for part in parts):
         return False
     attention, mlp, *norms = parts
-    return _are_known(attention, mlp) and all(_kind(norm) == "norm" for norm in norms)
+    return _are_known(attention, mlp) and all(_module_kind(norm) == "rms_norm" for norm in norms)
 
 
 def _are_known(attention: Any, mlp: Any) -> bool:
-    return _kind(attention).startswith("attention") and _kind(mlp) == "mlp" and type(mlp._modules.get("act_fn")) in _silu()
+    return (
+        _module_kind(attention).startswith("attention")
+        and _module_kind(mlp) == "mlp"
+        and type(mlp._modules.get("act_fn")) in _silu_classes()
+    )
 
 
 @functools.cache
-def _silu() -> tuple[type, ...]:
+def _silu_classes() -> tuple[type, ...]:
     from transformers.activations import SiLUActivation
 
     return nn.SiLU, SiLUActivation
 
 
-def _readable(x: Any) -> bool:
+# ---- checks of each call -------------------------------------------------------------------------------------------------
+
+
+def _is_readable(x: Any) -> bool:
+    """Whether native code may read it: a plain, contiguous bfloat16 CPU tensor."""
     return type(x) is Tensor and x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous()
 
 
-def _plain(x: Tensor) -> bool:
-    """Whether native code may read a tensor, and nobody watches what torch does with it."""
-    return _readable(x) and not torch.is_grad_enabled() and not needs_dispatcher(x)
+def _is_plain_input(x: Tensor) -> bool:
+    """Whether native code may read it and nothing observes torch's operators: no autograd, tracing, compiling or profiling."""
+    return _is_readable(x) and not torch.is_grad_enabled() and not needs_dispatcher(x)
 
 
-def _weight(module: nn.Module) -> Tensor | None:
-    """A module's weight as a parameter that native code may read."""
+def _readable_weight(module: nn.Module) -> Tensor | None:
+    """A module's weight where native code may read it."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dtype is not torch.bfloat16 or not weight.is_cpu or not weight.is_contiguous():
         return None
     return weight
 
 
-def _norm(self: Any, hidden_states: Tensor) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + epsilon), for few rows."""
-    weight, core = _weight(self), native.core()
-    if weight is not None and core is not None and _plain(hidden_states):
+def _is_modified(module: Any, own_forward: Any = None) -> bool:
+    """Whether a module has hooks, or a forward on the instance that is not `own_forward`."""
+    attributes = module.__dict__
+    if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
+        return True
+    return "forward" in attributes and (
+        own_forward is None or getattr(attributes["forward"], "__func__", None) is not own_forward
+    )
+
+
+# ---- the native forwards -------------------------------------------------------------------------------------------------
+
+
+def _rms_norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """RMSNorm of up to MAX_NORM_ROWS rows: weight * x / sqrt(mean(x^2) + epsilon)."""
+    weight, core = _readable_weight(self), native.core()
+    if weight is not None and core is not None and _is_plain_input(hidden_states):
         n = weight.numel()
         rows = hidden_states.numel() // n
-        if hidden_states.shape[-1:] == weight.shape and rows <= ROWS:
+        if hidden_states.shape[-1:] == weight.shape and rows <= MAX_NORM_ROWS:
             y = torch.empty_like(hidden_states)
-            core.step_norm(hidden_states.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, n, self.variance_epsilon)
+            core.rms_norm(hidden_states.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, n, self.variance_epsilon)
             return y
-    found: Tensor = type(self).forward(self, hidden_states)
-    return found
+    y_torch: Tensor = type(self).forward(self, hidden_states)
+    return y_torch
 
 
-def _dense(self: Any, input: Tensor) -> Tensor:
-    """x @ W.T of a large plain layer, for one row."""
-    weight, core = _weight(self), native.core()
+def _lm_head_forward(self: Any, input: Tensor) -> Tensor:
+    """x @ W.T of a large unquantized LM head, for one row."""
+    weight, core = _readable_weight(self), native.core()
     if (
-        weight is not None and core is not None and self.bias is None and weight.numel() >= LARGE and _plain(input)
+        weight is not None and core is not None and self.bias is None and weight.numel() >= MIN_LM_HEAD and _is_plain_input(input)
         and input.numel() == input.shape[-1] == weight.shape[1]
     ):  # fmt: skip
         n, k = weight.shape
         y = input.new_empty(*input.shape[:-1], n)
-        if core.step_rows(input.data_ptr(), weight.data_ptr(), y.data_ptr(), n, k) == 0:
+        if core.gemv_bf16(input.data_ptr(), weight.data_ptr(), y.data_ptr(), n, k) == 0:
             return y
     return nn.Linear.forward(self, input)
 
 
-def _layer(
+def _decoder_layer_forward(
     self: Any, hidden_states: Tensor, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
     use_cache: Any = False, position_embeddings: Any = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """One row through a decoder's layer, its key and value into a cache of `make_room`."""
+    """One token through a decoder layer; its key and value are appended to a KV cache of `install_kv_cache`."""
     if attention_mask is None and past_key_values is not None and position_embeddings is not None and not kwargs:
-        y = _one_row(self, hidden_states, position_embeddings, past_key_values)
+        y = _decode_layer(self, hidden_states, position_embeddings, past_key_values)
         if y is not None:
             return y
-    found: Tensor = type(self).forward(
+    y_torch: Tensor = type(self).forward(
         self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
         use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
     )  # fmt: skip
-    return found
+    return y_torch
 
 
-def _one_row(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> Tensor | None:
-    """The layer's output, or None where transformers has to compute it and nothing was done."""
+def _decode_layer(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> Tensor | None:
+    """The layer's output; None where transformers has to compute it, and then nothing has changed."""
     core, (cos, sin) = native.core(), position_embeddings
-    if core is None or not _plain(x) or x.numel() != x.shape[-1] or x.dim() != 3 or self.training:
-        return None
-    if not _readable(cos) or not _readable(sin):
-        return None
-    if _module._global_forward_hooks or _module._global_forward_pre_hooks:
+    if core is None or not _is_decode_input(self, x, cos, sin):
         return None
     modules = self._modules
     attention, mlp = modules["self_attn"], modules["mlp"]
     if not _are_known(attention, mlp):
         return None
-    rooms, at = getattr(cache, "layers", ()), attention.layer_idx
-    if at is None or at >= len(rooms) or type(rooms[at]) is not _room():
+    kv_cache = _native_kv_cache(attention, cache)
+    if kv_cache is None or _is_modified(attention) or _is_modified(mlp) or _is_modified(mlp._modules["act_fn"]):
         return None
-    room = rooms[at]
-    if _is_changed(attention) or _is_changed(mlp) or _is_changed(mlp._modules["act_fn"]):
+    linears = _packed_linears(modules)
+    if linears is None:
         return None
-    packed: list[int] = []
-    sizes: list[int] = []
-    for owner, names in _WEIGHTS:
-        inside = modules[owner]._modules
-        for name in names:
-            layer = inside[name]
-            if type(layer) is not QuantLinear or _is_changed(layer):
-                return None
-            spec, direct = layer.choice.spec, layer._direct
-            if direct is None or direct[0] is not OP or layer._multiplier is not None or spec.act_dtype is not torch.bfloat16:
-                return None
-            weight, bias, n = direct[1]
-            packed += (weight.data_ptr(), 0 if bias is None else bias.data_ptr())
-            sizes.append(n)
-    dim, hidden = attention.head_dim, x.shape[-1]
-    heads, repeat, of_heads = sizes[1] // dim, sizes[0] // sizes[1], 0.0
-    norms = [modules["input_layernorm"], modules["post_attention_layernorm"]]
-    widths = [hidden, hidden]
-    if _kind(attention) == "attention of normed heads":
-        norms += attention._modules["q_norm"], attention._modules["k_norm"]
-        widths += dim, dim
-        of_heads = norms[2].variance_epsilon
-        if norms[3].variance_epsilon != of_heads:
-            return None
-    scales = [0] * 4
-    for i, norm in enumerate(norms):
-        found = _weight(norm)
-        if found is None or found.numel() != widths[i] or _kind(norm) != "norm" or _is_changed(norm, _norm):
-            return None
-        scales[i] = found.data_ptr()
-    if cos.numel() != dim or sin.numel() != dim or dim % 16 or dim > 256 or not 1 <= repeat <= 32:
+    pointers, (q_size, kv_size, _, _, intermediate, *_) = linears
+    head_dim, hidden = attention.head_dim, x.shape[-1]
+    kv_heads, q_per_kv = kv_size // head_dim, q_size // kv_size
+    norms = _norm_weights(modules, attention, hidden, head_dim)
+    if norms is None:
         return None
-    if not room.reserve(heads, dim, x.dtype, 1):
+    norm_pointers, epsilons = norms
+    if cos.numel() != head_dim or sin.numel() != head_dim or head_dim % 16 or head_dim > 256 or not 1 <= q_per_kv <= 32:
         return None
-    keys, values = room.held
+    if not kv_cache.reserve(kv_heads, head_dim, x.dtype, 1):
+        return None
+    keys, values = kv_cache.buffers
     y = torch.empty_like(x)
-    layer = _Layer(
-        x.data_ptr(), y.data_ptr(), *scales, cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr(), *packed,
-        hidden, heads, repeat, dim, keys.shape[2], room.length, sizes[4],
+    layer = _DecoderLayer(
+        x.data_ptr(), y.data_ptr(), *norm_pointers, cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr(), *pointers,
+        hidden, kv_heads, q_per_kv, head_dim, keys.shape[2], kv_cache.length, intermediate,
     )  # fmt: skip
-    first, second = norms[0].variance_epsilon, norms[1].variance_epsilon
-    if core.step_layer(ctypes.addressof(layer), attention.scaling, first, second, of_heads):
+    if core.decode_layer(ctypes.addressof(layer), attention.scaling, *epsilons):
         return None
-    room.length += 1
+    kv_cache.length += 1
     return y
 
 
-def _is_changed(module: Any, ours: Any = None) -> bool:
-    """Whether somebody wants to see what a module is given or gives, or has put another forward into it."""
-    own = module.__dict__
-    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-        return True
-    return "forward" in own and (ours is None or getattr(own["forward"], "__func__", None) is not ours)
+def _is_decode_input(layer: Any, x: Tensor, cos: Any, sin: Any) -> bool:
+    """One row that native code may read, outside of training, with no global hooks that want to see the layer's modules."""
+    if not _is_plain_input(x) or x.numel() != x.shape[-1] or x.dim() != 3 or layer.training:
+        return False
+    return _is_readable(cos) and _is_readable(sin) and not _module._global_forward_hooks and not _module._global_forward_pre_hooks
 
 
-def make_room(model: Any, cache: Any) -> None:
-    """Let the full-attention layers of a new DynamicCache, for a model with native steps, be such that a step can add to them."""
-    from transformers.cache_utils import DynamicLayer
-
-    if any(getattr(module.__dict__.get("forward"), "__func__", None) is _layer for module in model.modules()):
-        cache.layers = [_room()() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-
-
-def _larger(t: Tensor, size: int) -> Tensor:
-    """The same positions with room for `size` of them."""
-    larger = t.new_empty(*t.shape[:2], size, t.shape[3])
-    larger[:, :, : t.shape[2]] = t
-    return larger
+def _native_kv_cache(attention: Any, cache: Any) -> Any:
+    """The layer's KVCacheLayer; None where the cache is of another kind."""
+    layers, index = getattr(cache, "layers", ()), attention.layer_idx
+    if index is None or index >= len(layers) or type(layers[index]) is not kv_cache_layer_class():
+        return None
+    return layers[index]
 
 
-@functools.cache
-def _room() -> Any:
-    from transformers.cache_utils import CacheLayerMixin
+def _packed_linears(modules: Any) -> tuple[list[int], list[int]] | None:
+    """Addresses of packed weight and bias of each linear layer, in _LINEARS' order, and their N; None where one of them does not run
+    the native kernel directly.
+    """
+    pointers: list[int] = []
+    sizes: list[int] = []
+    for owner, names in _LINEARS:
+        owned = modules[owner]._modules
+        for name in names:
+            linear = owned[name]
+            if type(linear) is not QuantLinear or _is_modified(linear):
+                return None
+            spec, direct = linear.choice.spec, linear._direct
+            if direct is None or direct[0] is not OP or linear._multiplier is not None or spec.act_dtype is not torch.bfloat16:
+                return None
+            weight, bias, n = direct[1]
+            pointers += (weight.data_ptr(), 0 if bias is None else bias.data_ptr())
+            sizes.append(n)
+    return pointers, sizes
 
-    class Room(CacheLayerMixin):
-        """Keys and values [batch, heads, positions, dim] of one layer, in memory that doubles when it is full."""
 
-        is_sliding = False
-
-        def __init__(self) -> None:
-            self.held: tuple[Any, Any] | None = None
-            self.length = 0
-
-        @property
-        def is_initialized(self) -> bool:
-            return self.held is not None
-
-        @property
-        def keys(self) -> Tensor | None:
-            return None if self.held is None else self.held[0][:, :, : self.length]
-
-        @property
-        def values(self) -> Tensor | None:
-            return None if self.held is None else self.held[1][:, :, : self.length]
-
-        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-            size = max(256, key_states.shape[2])
-            self.held = _larger(key_states, size), _larger(value_states, size)
-
-        def reserve(self, heads: int, dim: int, dtype: torch.dtype, more: int) -> bool:
-            """Make room for more positions of one sequence; False where what is held is of another kind."""
-            if self.held is None:
-                like = torch.empty(1, heads, 0, dim, dtype=dtype)
-                self.lazy_initialization(like, like)
-            assert self.held is not None
-            keys, values = self.held
-            if keys.shape != values.shape or keys.shape[:2] != (1, heads) or keys.shape[3] != dim or keys.dtype is not dtype:
-                return False
-            self._grow(self.length + more)
-            return True
-
-        def _grow(self, length: int) -> None:
-            assert self.held is not None
-            keys, values = self.held
-            size = max(length, 2 * keys.shape[2])
-            if length > keys.shape[2]:
-                self.held = _larger(keys, size), _larger(values, size)
-
-        def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-            """Add positions; all keys and values then."""
-            if self.held is None:
-                self.lazy_initialization(key_states, value_states)
-            end = self.length + key_states.shape[2]
-            self._grow(end)
-            assert self.held is not None
-            keys, values = self.held
-            keys[:, :, self.length : end], values[:, :, self.length : end] = key_states, value_states
-            self.length = end
-            return keys[:, :, :end], values[:, :, :end]
-
-        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            return self.length + query_length, 0
-
-        def get_seq_length(self) -> int:
-            return self.length
-
-        def get_max_length(self) -> int:
-            return -1
-
-        def reset(self) -> None:
-            self.held, self.length = None, 0
-
-    return Room
+def _norm_weights(
+    modules: Any, attention: Any, hidden: int, head_dim: int
+) -> tuple[list[int], tuple[float, float, float]] | None:
+    """Addresses of the weights of input, post-attention, query and key norm (0: none), and the epsilons of the first two and of the
+    last two; None where one of them is not a known RMSNorm of its size.
+    """
+    norms = [modules["input_layernorm"], modules["post_attention_layernorm"]]
+    sizes = [hidden, hidden]
+    qk_epsilon = 0.0
+    if _module_kind(attention) == "attention_qk_norm":
+        norms += attention._modules["q_norm"], attention._modules["k_norm"]
+        sizes += head_dim, head_dim
+        qk_epsilon = norms[2].variance_epsilon
+        if norms[3].variance_epsilon != qk_epsilon:
+            return None
+    pointers = [0] * 4
+    for i, norm in enumerate(norms):
+        weight = _readable_weight(norm)
+        if (
+            weight is None
+            or weight.numel() != sizes[i]
+            or _module_kind(norm) != "rms_norm"
+            or _is_modified(norm, _rms_norm_forward)
+        ):
+            return None
+        pointers[i] = weight.data_ptr()
+    return pointers, (norms[0].variance_epsilon, norms[1].variance_epsilon, qk_epsilon)

@@ -26,21 +26,21 @@ _AWQ_CHUNK = 64  # int32 columns at a time: over all of K they stay in a core's 
 
 def repack_gptq(packed: Tensor) -> Tensor:
     """GPTQ's qweight, int32 [K * bits / 32, N], to canonical rows, uint8 [N, 4 * packed rows]: a transpose of int32."""
-    core = native.usable(packed)
+    core = native.core_for(packed)
     if core is None:
         return packed.t().contiguous().view(torch.uint8)
-    out = memory.passing(packed.shape[1], packed.shape[0], dtype=torch.int32)
-    core.transpose_words(packed.data_ptr(), packed.stride(0), *packed.shape, out.data_ptr(), out.shape[1])
+    out = memory.empty_pooled(packed.shape[1], packed.shape[0], dtype=torch.int32)
+    core.repack_gptq(packed.data_ptr(), packed.stride(0), *packed.shape, out.data_ptr(), out.shape[1])
     return out.view(torch.uint8)
 
 
 def repack_gptq_permuted(packed: Tensor, bits: int, perm: Tensor) -> Tensor:
     """`repack_gptq` with act-order: column j of the result is column perm[j] of the input. perm: a permutation, int32 [K]."""
-    core = native.usable(packed, perm)
+    core = native.core_for(packed, perm)
     if core is None or 32 % bits or bits > 8:
         return bitstream.take(repack_gptq(packed), bits, perm.numel(), perm.long())
-    out = memory.passing(packed.shape[1], packed.shape[0], dtype=torch.int32)
-    failed = core.ordered_words(
+    out = memory.empty_pooled(packed.shape[1], packed.shape[0], dtype=torch.int32)
+    failed = core.repack_gptq_permuted(
         packed.data_ptr(), packed.stride(0), perm.data_ptr(), perm.numel(), bits, packed.shape[1], out.data_ptr(), out.shape[1]
     )
     if failed:
@@ -70,11 +70,11 @@ def repack_awq(packed: Tensor, n: int) -> Tensor:
     """
     k, columns = packed.shape
     blocks = -(-k // 8)
-    out = memory.passing(columns, 8, blocks, dtype=torch.int32)
+    out = memory.empty_pooled(columns, 8, blocks, dtype=torch.int32)
     rows = out.view(torch.uint8).view(n, 4 * blocks)[:, : bitstream.row_bytes(k, 4)]
-    core = native.usable(packed)
+    core = native.core_for(packed)
     if core is not None:
-        core.awq_codes(packed.data_ptr(), packed.stride(0), k, columns, out.data_ptr(), blocks)
+        core.repack_awq(packed.data_ptr(), packed.stride(0), k, columns, out.data_ptr(), blocks)
         return rows
     for c in range(0, columns, _AWQ_CHUNK):
         chunk = packed[:, c : c + _AWQ_CHUNK]
@@ -143,14 +143,14 @@ def unpack_zero_points(packed: Tensor, bits: int, n: int, *, minus_one: bool = F
     # GPTQ v1 subtracts 1 from every field with one int32 subtraction, so a zero point of 0 borrows from the next field.
     # Only the int32 addition restores both.
     add_packed = minus_one and 32 % bits == 0
-    core = native.usable(packed)
+    core = native.core_for(packed)
     if core is None or bits == 8:
         codes = unpack_int32(add_one_packed(packed, bits) if add_packed else packed, bits, n)
         if minus_one and not add_packed:
             codes = (codes + 1) & ((1 << bits) - 1)
         return (awq_deinterleave(codes) if interleaved else codes).t().contiguous()
     out = torch.empty(n, packed.shape[0], dtype=torch.uint8)
-    failed = core.zero_points(
+    failed = core.unpack_zero_points(
         packed.data_ptr(), packed.stride(0), packed.shape[0], n, bits, _one_per_field(bits) if add_packed else 0,
         minus_one and not add_packed, interleaved, out.data_ptr(),
     )  # fmt: skip

@@ -44,12 +44,12 @@ class BitPlanes:
 
     def repack_native(self, blocks: Tensor, out: Tensor) -> bool:
         """The same by the native core, to `out`; False where it cannot."""
-        core = native.usable(blocks, out)
+        core = native.core_for(blocks, out)
         n, count, nbytes = blocks.shape
         if core is None or blocks.stride(1) != nbytes or not out.is_contiguous():
             return False
         planes = torch.tensor(self.planes, dtype=torch.int32)
-        failed = core.block_codes(
+        failed = core.repack_gguf_blocks(
             blocks.data_ptr(), blocks.stride(0), n, count, nbytes, self.size, planes.data_ptr(), len(planes), self.bits,
             self.zero_code, out.data_ptr(),
         )  # fmt: skip

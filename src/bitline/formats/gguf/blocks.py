@@ -65,7 +65,7 @@ def to_weight(
     block, (size, nbytes) = BLOCKS[kind], BLOCK_SIZES[kind]
     n = raw.shape[0]
     blocks = raw.view(n, k // size, nbytes)
-    codes = memory.passing(n, bitstream.row_bytes(k, block.weight.bits), dtype=torch.uint8)
+    codes = memory.empty_pooled(n, bitstream.row_bytes(k, block.weight.bits), dtype=torch.uint8)
     chunks: list[ScaleFields] = []
     step = bitstream.rows_per_chunk(k)
     for r in range(0, n, step):

@@ -1,1 +1,1 @@
-"""Kernels of the native core (csrc/) for CPUs, and measured costs of CPU operators."""
+"""The native core's linear kernels (csrc/gemm*) and measured costs of CPU operators."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed, roofline
-from bitline.kernels.cpu import cpu_costs
+from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.providers.common import installed
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no

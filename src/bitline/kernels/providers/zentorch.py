@@ -14,7 +14,7 @@ from torch import Tensor
 from bitline import env
 from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed, roofline
-from bitline.kernels.cpu import cpu_costs
+from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
 from bitline.kernels.providers.common import installed
 from bitline.platform import Platform
@@ -24,7 +24,7 @@ from bitline.weight import QuantizedWeight
 
 @functools.cache
 def _ops() -> Any:
-    """The operators with their weight cache off (`ZENDNNL_CACHE_OFF`): it is keyed by address alone, so a weight in memory that
+    """The operators with their weight cache off (`ZENDNNL_CACHE_OFF`): it is keyed only by address, so a weight in memory that
     another one was freed from would give that one's outputs (zentorch 2.13.0.1)."""
     already_imported = "zentorch" in sys.modules
     before = env.set_default("ZENDNNL_CACHE_OFF", "1")
@@ -129,7 +129,7 @@ class ZentorchInt8ScaledMMLinearKernel(Kernel):
         """W8A8: per-channel scales, dynamic symmetric activations per token."""
         act = spec.act
         if act is None or act.dtype.name != "int8" or not act.dynamic or act.granularity != "token" or not act.symmetric:
-            return no(f"activation scheme {act or 'of 16 bits'}", "int8 activations, dynamic per token, symmetric")
+            return no(f"activation scheme {act or 'none'}", "int8 activations, dynamic per token, symmetric")
         if act.limit:
             return no("the activation scale has an upper bound", "an unbounded dynamic scale")
         if not fits_int8(spec):

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from bitline import memory, native
 from bitline.act_quant import fake_quantize
 from bitline.kernels.base import Kernel, Packed
-from bitline.kernels.cpu import cpu_costs
+from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.integers import IntegerCodes, integer_codes
 from bitline.kernels.torch import int4_packing
 from bitline.kernels.torch.int4_packing import BLOCK_N, NibbleLayout
@@ -47,7 +47,7 @@ class TorchInt4PackLinearKernel(Kernel):
     def is_supported(cls, platform: Platform) -> Verdict:
         """x86-64 with AVX2 or AVX-512; elsewhere the operator has only scalar code."""
         if not platform.features & {"avx2", "avx512"}:
-            return no("torch's int4 operator has vector code for AVX2 and AVX-512 alone", "an x86-64 CPU with AVX2")
+            return no("torch's int4 operator has vector code only for AVX2 and AVX-512", "an x86-64 CPU with AVX2")
         return YES
 
     @classmethod
@@ -111,12 +111,12 @@ class TorchInt4PackLinearKernel(Kernel):
         nibbles = _nibble_planes(spec.weight)
         planes = 1 if nibbles is None else nibbles.planes
         n, k = _padded(spec)
-        amx, share = "amx" in platform.features, cpu_costs.share(platform)
-        extra = cpu_costs.CALL * (planes + 1) / 2 + cpu_costs.quantized_input(spec, platform, m)
+        amx, share = "amx" in platform.features, cpu_costs.core_scale(platform)
+        extra = cpu_costs.CALL * (planes + 1) / 2 + cpu_costs.fake_quant(spec, platform, m)
         if m < _panel_crossover_m(n * k * planes, planes, amx):
             work = planes * n * k * max(FIRST_TOKEN[amx], m * EACH_TOKEN[amx]) * share
             return max(work, cls.packed_bytes(spec) / platform.rates.bandwidth) + extra
-        matmul = cpu_costs.product(n * k, m, torch.bfloat16, platform)
+        matmul = cpu_costs.dense_gemm(n * k, m, torch.bfloat16, platform)
         return _panel_seconds(n * k, planes, amx) * share + matmul + extra
 
     @classmethod
@@ -185,7 +185,7 @@ def _padded(spec: LinearSpec) -> tuple[int, int]:
 def _pack_natively(weight: QuantizedWeight, nibbles: NibblePlanes, codes: Tensor, scales: Tensor, k_pad: int, g: int) -> bool:
     """Fill codes and scales by the native library; False where it is missing or does not support the layout or type."""
     spec, layout, known = weight.spec, int4_packing.layout(), nibbles.codes
-    core = native.usable(weight.codes)
+    core = native.core_for(weight.codes)
     is_int = known.scalar.kind == "int"
     if core is None or layout is None or layout.block == 16 or not (is_int or known.scalar.bits == 4):
         return False
@@ -194,7 +194,7 @@ def _pack_natively(weight: QuantizedWeight, nibbles: NibblePlanes, codes: Tensor
     table = None if is_int else known.shifted(torch.arange(16, dtype=torch.uint8), nibbles.shift)
     low, high = layout.low, layout.high
     order = torch.tensor([layout.block, low.start, low.step, high.start, high.step], dtype=torch.int32)
-    core.int4pack(
+    core.int4pack_codes(
         weight.codes.data_ptr(), weight.codes.stride(0), n, k, width, flip if is_int else 0, add if is_int else 0,
         None if table is None else table.data_ptr(), planes, codes.shape[0], k_pad, order.data_ptr(), codes.data_ptr(),
     )  # fmt: skip

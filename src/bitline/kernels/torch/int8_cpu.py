@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from bitline.act_quant import fake_quantize
 from bitline.kernels.base import Kernel, Packed
-from bitline.kernels.cpu import cpu_costs
+from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
 from bitline.platform import Platform, cpu_features
 from bitline.types import YES, LinearSpec, Verdict, no
@@ -39,7 +39,7 @@ class TorchInt8PackLinearKernel(Kernel):
     def is_supported(cls, platform: Platform) -> Verdict:
         """x86-64 with AVX2 or AVX-512, or Arm with Neon."""
         if not platform.features & {"avx2", "avx512", "neon"}:
-            return no("torch's int8 operator has vector code for AVX2, AVX-512 and Neon alone", "an x86-64 CPU with AVX2")
+            return no("torch's int8 operator has vector code only for AVX2, AVX-512 and Neon", "an x86-64 CPU with AVX2")
         return YES
 
     @classmethod
@@ -85,12 +85,12 @@ class TorchInt8PackLinearKernel(Kernel):
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """The operator's time below the crossover, dequantization and a matmul above it."""
-        weights, amx, share = spec.n * spec.k, "amx" in platform.features, cpu_costs.share(platform)
-        extra = cpu_costs.CALL + cpu_costs.quantized_input(spec, platform, m)
+        weights, amx, share = spec.n * spec.k, "amx" in platform.features, cpu_costs.core_scale(platform)
+        extra = cpu_costs.CALL + cpu_costs.fake_quant(spec, platform, m)
         if m < _panel_crossover_m(weights, amx):
             read = max(cls.packed_bytes(spec) / (0.95 * platform.rates.bandwidth), weights * FIRST_TOKEN[amx] * share)
             return read + weights * (m - 1) * EACH_TOKEN[amx] * share + extra
-        return _panel_seconds(weights, amx) * share + cpu_costs.product(weights, m, torch.bfloat16, platform) + extra
+        return _panel_seconds(weights, amx) * share + cpu_costs.dense_gemm(weights, m, torch.bfloat16, platform) + extra
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline.kernels.base import Kernel, Packed, roofline
-from bitline.kernels.cpu import cpu_costs
+from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
 from bitline.kernels.triton.act_quant import quantize_padded
 from bitline.platform import Platform, cpu_features
@@ -108,7 +108,7 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
         if platform.vendor != "cpu":
             return gemm + passes / platform.rates.bandwidth + 5 * platform.rates.launch
         if m > 8 or (m > 1 and "amx" in platform.features):  # oneDNN repacks the weight in each call
-            gemm += spec.n * spec.k * 5e-11 * cpu_costs.share(platform)
+            gemm += spec.n * spec.k * 5e-11 * cpu_costs.core_scale(platform)
         return gemm + passes / (3 * platform.rates.bandwidth) + 6 * cpu_costs.CALL
 
     @classmethod

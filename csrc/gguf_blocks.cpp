@@ -1,0 +1,49 @@
+#include "gguf_blocks.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "bitstream.h"
+#include "parallel.h"
+
+namespace bitline {
+namespace {
+
+const GgufBlockKernels& kernels() {
+  static constexpr const GgufBlockKernels* by_level[kNumLevels] = {&portable::gguf_block_kernels,
+                                                                   BITLINE_AVX2_KERNELS(&avx2::gguf_block_kernels),
+                                                                   BITLINE_AVX512_KERNELS(&avx512::gguf_block_kernels), nullptr};
+  return dispatch(by_level);
+}
+
+}  // namespace
+}  // namespace bitline
+
+using namespace bitline;
+
+// Rows of num_blocks GGUF blocks (block_bytes bytes, block_codes codes each), `stride` bytes apart, to packed rows
+// uint8 [rows, row_bytes(num_blocks * block_codes, bits)]. planes: BitPlane [num_planes], together `bits` (1 to 8) bits.
+// zero_code: a code that becomes 0, or -1. Returns 0; -2: no memory.
+BITLINE_EXPORT int bitline_repack_gguf_blocks(const uint8_t* src, int64_t stride, int64_t rows, int64_t num_blocks, int64_t block_bytes,
+                                              int64_t block_codes, const void* planes, int64_t num_planes, int bits, int zero_code,
+                                              uint8_t* dst) {
+  const BitPlane* bit_planes = static_cast<const BitPlane*>(planes);
+  const int64_t k = num_blocks * block_codes, row = row_bytes(k, bits), grain = k < (1 << 17) ? (1 << 17) / (k + 1) + 1 : 1;
+  const auto unpack = kernels().unpack;
+  const auto pack = bitstream().pack;
+  int failed = 0;
+  parallel_for_chunks(rows, grain, [&](int64_t begin, int64_t end) {
+    uint8_t* unpacked = bits == 8 ? nullptr : static_cast<uint8_t*>(malloc(size_t(k)));
+    if (bits < 8 && unpacked == nullptr) {
+      __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);
+      return;
+    }
+    for (int64_t r = begin; r < end; ++r) {
+      uint8_t* codes = bits == 8 ? dst + r * row : unpacked;
+      unpack(src + r * stride, num_blocks, block_bytes, block_codes, bit_planes, num_planes, zero_code, codes);
+      if (bits < 8) pack(unpacked, k, bits, dst + r * row);
+    }
+    free(unpacked);
+  });
+  return failed;
+}

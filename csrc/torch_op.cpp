@@ -1,0 +1,133 @@
+// The operator bitline::cpu_linear, registered with torch's dispatcher through the C functions of torch's stable ABI
+// (torch/csrc/inductor/aoti_torch/c/shim.h, torch >= 2.9). They are looked up by name in the loaded library, so that one build
+// without torch's headers serves every version that has them. Python defines the operator's schema.
+#include <dlfcn.h>
+#include <stdio.h>
+
+#include <stdexcept>
+
+#include "gemm.h"
+
+namespace bitline {
+namespace {
+
+using Handle = void*;         // AtenTensorHandle, or a library
+using StableIValue = uint64_t;  // an argument: a number, a tensor's handle, or for an optional one a pointer to that
+using AOTITorchError = int32_t;
+
+// Member name, symbol and arguments of each function, as the shim declares them.
+#define BITLINE_SHIM(F)                                                                               \
+  F(init, aoti_torch_library_init_impl, (const char*, const char*, const char*, uint32_t, Handle*))   \
+  F(impl, aoti_torch_library_impl, (Handle, const char*, void (*)(StableIValue*, uint64_t, uint64_t)))       \
+  F(release, aoti_torch_delete_tensor_object, (Handle))                                               \
+  F(data, aoti_torch_get_data_ptr, (Handle, void**))                                                  \
+  F(dim, aoti_torch_get_dim, (Handle, int64_t*))                                                     \
+  F(sizes, aoti_torch_get_sizes, (Handle, int64_t**))                                                 \
+  F(strides, aoti_torch_get_strides, (Handle, int64_t**))                                             \
+  F(dtype, aoti_torch_get_dtype, (Handle, int32_t*))                                                 \
+  F(empty, aoti_torch_empty_strided, (int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*)) \
+  F(copy, aoti_torch_copy_, (Handle, Handle, int32_t))
+#define BITLINE_POINTER(name, symbol, arguments) AOTITorchError(*name) arguments = nullptr;
+struct {
+  BITLINE_SHIM(BITLINE_POINTER)
+  int32_t float32, float16, bfloat16, cpu;
+} torch;
+
+constexpr int kMaxDims = 16;
+
+struct OwnedTensor {
+  Handle handle = nullptr;
+  ~OwnedTensor() {
+    if (handle != nullptr) torch.release(handle);
+  }
+};
+
+[[noreturn]] void fail(const char* message) { throw std::runtime_error(message); }
+
+Handle empty_contiguous(int64_t dims, const int64_t* sizes, int32_t dtype) {
+  int64_t strides[kMaxDims], stride = 1;
+  for (int64_t i = dims - 1; i >= 0; --i) strides[i] = stride, stride *= sizes[i] > 1 ? sizes[i] : 1;
+  Handle out;
+  if (torch.empty(dims, sizes, strides, dtype, torch.cpu, 0, &out)) fail("cpu_linear: no memory for the output");
+  return out;
+}
+
+void* data_ptr(Handle tensor) {
+  void* data;
+  if (torch.data(tensor, &data)) fail("cpu_linear: a tensor without data");
+  return data;
+}
+
+Dtype dtype_of(Handle x, int32_t* torch_dtype) {
+  if (torch.dtype(x, torch_dtype)) fail("cpu_linear: no input");
+  if (*torch_dtype == torch.bfloat16) return kBFloat16;
+  if (*torch_dtype == torch.float16) return kFloat16;
+  if (*torch_dtype != torch.float32) fail("cpu_linear: x must be bfloat16, float16 or float32");
+  return kFloat32;
+}
+
+// The operator's boxed function: (x [..., K], packed weight, bias or None, n) -> y [..., N].
+void cpu_linear(StableIValue* stack, uint64_t, uint64_t) {
+  OwnedTensor x, weight, bias, x_contiguous;
+  x.handle = reinterpret_cast<Handle>(stack[0]), weight.handle = reinterpret_cast<Handle>(stack[1]);
+  if (stack[2]) {
+    StableIValue* optional = reinterpret_cast<StableIValue*>(stack[2]);
+    bias.handle = reinterpret_cast<Handle>(*optional);
+    delete optional;
+  }
+  int64_t dims, *sizes, *strides, shape[kMaxDims];
+  if (torch.dim(x.handle, &dims) || torch.sizes(x.handle, &sizes) || torch.strides(x.handle, &strides)) fail("cpu_linear: no input");
+  int32_t torch_dtype;
+  const Dtype dtype = dtype_of(x.handle, &torch_dtype);
+  if (dims < 1 || dims > kMaxDims) fail("cpu_linear: x must have 1 to 16 dimensions");
+  int64_t stride = 1, m = 1;
+  bool contiguous = true;
+  for (int64_t i = dims - 1; i >= 0; --i) {
+    contiguous &= sizes[i] == 1 || strides[i] == stride;
+    stride *= sizes[i], shape[i] = sizes[i];
+    if (i < dims - 1) m *= sizes[i];
+  }
+  const PackedHeader& packed = *static_cast<const PackedHeader*>(data_ptr(weight.handle));
+  const int64_t n = int64_t(stack[3]);
+  if (packed.n != n || packed.k != sizes[dims - 1]) fail("cpu_linear: the packed weight is of another shape, or not one of this operator's");
+  if (!contiguous) {
+    x_contiguous.handle = empty_contiguous(dims, sizes, torch_dtype);
+    if (torch.copy(x_contiguous.handle, x.handle, 0)) fail("cpu_linear: x cannot be made contiguous");
+  }
+  shape[dims - 1] = n;
+  const Handle y = empty_contiguous(dims, shape, torch_dtype);
+  const void* bias_data = bias.handle == nullptr ? nullptr : data_ptr(bias.handle);
+  const int error = m == 0 ? 0 : bitline_gemm(data_ptr(contiguous ? x.handle : x_contiguous.handle), m, &packed, bias_data, data_ptr(y), dtype);
+  if (error) {
+    torch.release(y);
+    fail(error == -2 ? "cpu_linear: no memory" : error == -3 ? "cpu_linear: no kernel for this level of CPU features"
+                                                             : "cpu_linear: the packed weight is of another version");
+  }
+  stack[0] = reinterpret_cast<StableIValue>(y);
+}
+
+}  // namespace
+}  // namespace bitline
+
+using namespace bitline;
+
+// Register the operator's implementation for CPU tensors; its schema must be defined. torch_library: path of libtorch_cpu, already
+// loaded. Returns 0; -1: that library lacks a function or refuses.
+BITLINE_EXPORT int bitline_register_torch_op(const char* torch_library) {
+  void* library = dlopen(torch_library, RTLD_NOW | RTLD_NOLOAD);
+  if (library == nullptr) return -1;
+#define BITLINE_LOOK_UP(name, symbol, arguments)                                                 \
+  if ((torch.name = reinterpret_cast<AOTITorchError(*) arguments>(dlsym(library, #symbol))) == nullptr) return -1;
+  BITLINE_SHIM(BITLINE_LOOK_UP)
+  const auto constant = [&](const char* name, int32_t* out) {
+    const auto function = reinterpret_cast<int32_t (*)()>(dlsym(library, name));
+    if (function != nullptr) *out = function();
+    return function != nullptr;
+  };
+  if (!constant("aoti_torch_dtype_float32", &torch.float32) || !constant("aoti_torch_dtype_float16", &torch.float16) ||
+      !constant("aoti_torch_dtype_bfloat16", &torch.bfloat16) || !constant("aoti_torch_device_type_cpu", &torch.cpu))
+    return -1;
+  Handle registration;  // lives as long as the process
+  if (torch.init("bitline", "CPU", "csrc/torch_op.cpp", 0, &registration)) return -1;
+  return torch.impl(registration, "cpu_linear", cpu_linear) ? -1 : 0;
+}

@@ -1,0 +1,169 @@
+"""Bitline's own CPU kernel: codes are dequantized in registers and multiplied there, in C++ (csrc/gemm*, docs/cpu-design.md)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline import native
+from bitline.act_quant import fake_quantize
+from bitline.errors import BitlineError
+from bitline.kernels.base import Kernel, Packed
+from bitline.kernels.cpu import costs, packed_weight
+from bitline.platform import Platform
+from bitline.types import YES, LinearSpec, Verdict, no
+from bitline.weight import QuantizedWeight
+
+# Measured on two Zen 5 cores (docs/performance.md). AVX-512: operations per second and core, by compute type.
+BF16_RATE, F32_RATE, INT8_RATE, BF16_OF_8_BITS_RATE = 500e9, 260e9, 900e9, 460e9
+# AVX2: seconds per weight on two cores, dequantized for a GEMV (M <= 3) or into a panel; per weight and row of x; and for codes that are
+# gathered from a table.
+AVX2_GEMV, AVX2_PANEL, AVX2_PER_ROW, AVX2_GATHER = 15e-12, 60e-12, 7.5e-12, 90e-12
+AVX2_MAX_GEMV_M = 3
+# The kernel does not use AMX, and a CPU with AMX starts one vdpbf16ps per cycle where Zen 5 starts two: an estimate.
+AMX_CPU_SCALE = 0.33
+PACK_ACTIVATIONS = 1e-10  # seconds per element of x
+CALL = 3e-6
+FAST_FEATURES = frozenset(("avx512_bf16", "avx512_vnni", "avx512_vbmi"))
+
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/gemm.h: enum Dtype
+
+# The core registers an implementation for CPU tensors (csrc/torch_op.cpp) when the first weight is packed. The Python one serves a
+# process that has packed none, such as one that runs an exported graph, and torch versions without the C functions it needs.
+_LIBRARY = torch.library.Library("bitline", "FRAGMENT")
+_LIBRARY.define("cpu_linear(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor")
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, n: int) -> Tensor:
+    register_native_op()
+    core = native.core()
+    if core is None:
+        raise BitlineError("a weight packed for the native core cannot run without it", found=native.why_not(),
+                           expected="the native core")  # fmt: skip
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], n)
+    m = y.numel() // n
+    failed = m and core.gemm(
+        x.data_ptr(), m, weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), _DTYPE_CODES[x.dtype]
+    )
+    if failed:
+        reason = {-1: "it was packed by another version", -2: "no memory", -3: "no kernel for this level of CPU features"}[failed]
+        raise BitlineError("the native core cannot run a packed weight", found=reason)
+    return y
+
+
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, n: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n)
+
+
+_LIBRARY.impl("cpu_linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("bitline::cpu_linear", _linear_fake, lib=_LIBRARY)
+OP = torch.ops.bitline.cpu_linear.default
+
+
+@functools.cache
+def register_native_op() -> bool:
+    """Register the core's implementation of the operator, once; False where torch lacks what that takes and Python's is used."""
+    core = native.core()
+    return core is not None and core.register_torch_op(core.torch_library) == 0
+
+
+class CPUWNA16LinearKernel(Kernel):
+    """Every format on a CPU's vector units, from one packed layout.
+
+    Codes are dequantized through a look-up table in registers, multiplied with x (bfloat16 pairs, float32, or int8 where the
+    scheme quantizes activations to it), accumulated in float32 or int32 within a group, and each group's accumulator is scaled.
+    """
+
+    platforms = ("cpu",)
+    backend = "native"
+    priority = 10
+    measured = ("zen",)
+
+    @classmethod
+    def is_supported(cls, platform: Platform) -> Verdict:
+        """x86-64 with AVX2, and the native core built."""
+        if not platform.native:
+            return no("Bitline's native core is not available", "install Bitline where there is a C++ compiler")
+        if "avx2" not in platform.features:
+            return no("it has code for AVX2 and AVX-512 only", "an x86-64 CPU with AVX2")
+        return YES
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """Every valid spec."""
+        return YES
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight) -> Packed:
+        """weight: uint8, see packed_weight.py. Where the kernel does not quantize activations itself, their static scale and zero too."""
+        packed = {"weight": packed_weight.pack(weight, cls.batch_invariant)}
+        register_native_op()
+        if not packed_weight.quantizes_activations(weight.spec.act):
+            absent = torch.empty(0)
+            for name in ("input_scale", "input_zero"):
+                value = getattr(weight, name)
+                packed[name] = absent if value is None else value.clone()
+        return packed
+
+    @classmethod
+    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """See Kernel.apply."""
+        if len(packed) > 1:
+            assert spec.act is not None
+            x = fake_quantize(x, spec.act, *(t if t.numel() else None for t in packed[1:])).to(x.dtype)
+        return OP(x, packed[0], bias, spec.n)
+
+    @classmethod
+    def direct(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> tuple[Any, tuple[Any, ...]] | None:
+        """The operator alone, unless x is fake-quantized before it."""
+        return None if len(packed) > 1 else (OP, (packed[0], bias, spec.n))
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """Roofline of reading the weight and of multiply-adds; with AVX2 dequantization is the largest part."""
+        weights, extra = spec.n * spec.k, CALL
+        if not packed_weight.quantizes_activations(spec.act):
+            extra += costs.fake_quant(spec, platform, m)
+        read = cls.packed_bytes(spec) / platform.rates.bandwidth
+        if not platform.features >= FAST_FEATURES:
+            per_weight = (AVX2_GEMV if m <= AVX2_MAX_GEMV_M else AVX2_PANEL) + m * AVX2_PER_ROW
+            per_weight += AVX2_GATHER if spec.weight.kind != "int" and spec.weight.bits != 4 else 0.0
+            return max(read, weights * per_weight * costs.core_scale(platform)) + extra
+        rate = _core_rate(spec) * platform.cores * (AMX_CPU_SCALE if "amx" in platform.features else 1.0)
+        return max(read, 2.0 * m * weights / rate) + m * spec.k * PACK_ACTIVATIONS * costs.core_scale(platform) + extra
+
+    @classmethod
+    def packed_bytes(cls, spec: LinearSpec) -> int:
+        """Bytes of the packed weight."""
+        return packed_weight.layout_of(spec).section_offsets()[1]
+
+
+class CPUBatchInvariantLinearKernel(CPUWNA16LinearKernel):
+    """CPUWNA16LinearKernel with one reduction order for every M, so that a row's result does not depend on the batch.
+
+    Slower for M of 1 to 5, and at large M for formats with 8-bit codes or short groups.
+    """
+
+    priority = -5
+    batch_invariant = True
+
+    @classmethod
+    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
+        """10 % above the kernel without batch invariance."""
+        return 1.1 * super().cost(spec, platform, m)
+
+
+def _core_rate(spec: LinearSpec) -> float:
+    """Operations per second of one core with AVX-512, by compute type."""
+    bits = packed_weight.layout_of(spec).bits
+    native_act = spec.act is not None and packed_weight.quantizes_activations(spec.act)
+    if native_act and spec.act is not None and spec.act.dtype.kind == "int" and spec.weight.kind == "int" and bits in (4, 8):
+        return INT8_RATE
+    if spec.act_dtype != torch.bfloat16 and not native_act:
+        return F32_RATE
+    return BF16_OF_8_BITS_RATE if bits == 8 else BF16_RATE
