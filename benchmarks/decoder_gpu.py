@@ -1,15 +1,15 @@
-"""An 8B-class Llama decoding on a GPU, W4A16 g128 beside bf16: one captured CUDA graph a step, a static cache.
+"""Decode steps of an 8B-class Llama on a GPU, W4A16 g128 against bf16: one captured CUDA graph per step, a static KV cache.
 
     python benchmarks/decoder_gpu.py --out benchmarks/results/h200_decoder_8b.json
 
-Random weights in Llama-3-8B's shapes; its linear layers are quantized on the GPU and replaced as `load_model` does it, the head
-in a run of its own. Before anything is timed, the logits of a prompt and of a step are compared with those of the same model in
-float32 with the dequantized weights: they may be twice as far from them as bf16 with the dequantized weights is.
+Random weights in Llama-3-8B's shapes; the linear layers are quantized on the GPU and replaced as `load_model` does it, with the
+head in bf16 and quantized. Before timing, the logits of a prompt and of a step are compared with those of the same model in
+float32 with the dequantized weights: their error may be twice that of bf16 with the dequantized weights.
 
-`step_ms`: a greedy step (forward, largest logit, next token) replayed as a graph, the median of rounds. `linear_ms`: the linear
-layers alone, in the model's order, as a graph. `limit_ms`: the sum over the linear layers of bytes / 4.35 TB/s + 2 us, the read
+`step_ms`: a greedy step (forward, argmax, next token) replayed as a graph, the median of rounds. `linear_ms`: the linear layers
+alone, in the model's order, as a graph. `limit_ms`: the sum over the linear layers of bytes / 4.35 TB/s + 2 us, the read
 bandwidth and ramp-up measured on an H200; `bytes_ms` the same without the 2 us. `eager_ms`: a step without a graph. With
---compile the step is compiled before it is captured, as transformers' own `generate` does it with a static cache.
+--compile the step is compiled before it is captured, as transformers' `generate` does with a static cache.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def llama(sizes: dict[str, Any], device: str) -> Any:
 
 
 class Decoder:
-    """Greedy decoding from a prompt int64 [B, T] with a static cache of `length` columns; `forward` does the steps."""
+    """Greedy decoding after a prompt int64 [B, T] with a static KV cache of `length` positions; `forward` does the steps."""
 
     def __init__(self, model: Any, prompt: Tensor, length: int, forward: Any = None) -> None:
         from transformers import StaticCache
@@ -69,7 +69,7 @@ class Decoder:
         self.token = self.first.clone()
 
     def step(self) -> None:
-        """Forward, the largest logit, the next token: no word from the host, so that it can be captured."""
+        """Forward, argmax, next token, without host synchronization, so that it can be captured."""
         out = self.forward(
             input_ids=self.token, position_ids=self.position, attention_mask=self.columns <= self.position,
             past_key_values=self.cache, use_cache=True,
@@ -86,7 +86,7 @@ class Decoder:
             layer.cumulative_length.fill_(self.start)
 
     def seconds(self, step: Callable[[], None], rounds: int) -> float:
-        """Seconds of a step, the median of rounds from the end of the prompt to the end of the cache."""
+        """Seconds per step, the median of rounds from the end of the prompt to the end of the cache."""
         steps, times = self.length - self.start, []
         for _ in range(rounds):
             self.rewind()
@@ -95,7 +95,7 @@ class Decoder:
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call, by the device's own clock where it has one."""
+    """Seconds of a call, by CUDA events on a GPU."""
     if device.type != "cuda":
         started = time.perf_counter()
         call()
@@ -125,7 +125,7 @@ def captured(call: Callable[[], Any], device: torch.device) -> Callable[[], None
 
 
 def linears(model: Any) -> Modules:
-    """The linear layers, plain and quantized, in the order in which a step calls them."""
+    """The linear layers, plain and quantized, in the order of a step."""
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | bitline.QuantLinear)}
 
 
@@ -135,7 +135,7 @@ def swap(model: Any, modules: Modules) -> None:
 
 
 def layer_bytes(module: Any, batch: int) -> int:
-    """What a layer has to move: its weight, x and y."""
+    """Bytes that a layer must move: weight, x and y."""
     n, k = module.out_features, module.in_features
     weight = module.spec.weight_bytes() if isinstance(module, bitline.QuantLinear) else 2 * n * k
     return int(weight + 2 * batch * (n + k))
@@ -144,7 +144,7 @@ def layer_bytes(module: Any, batch: int) -> int:
 def timings(
     model: Any, batch: int, prompt: int, length: int, rounds: int, eager_steps: int, backend: str = ""
 ) -> dict[str, Any]:  # fmt: skip
-    """Milliseconds of a step, of its linear layers, and what they are compared with."""
+    """Milliseconds of a step, of its linear layers, and their limits."""
     device = model.model.embed_tokens.weight.device
     layers = linears(model)
     torch.manual_seed(1)
@@ -171,7 +171,7 @@ def timings(
 
 
 def kernel_times(model: Any, batch: int, prompt: int, length: int, steps: int = 5) -> dict[str, Any]:
-    """Milliseconds and launches of each kernel in a step, by torch's profiler; the largest first."""
+    """Milliseconds and launches per kernel of a step, by torch's profiler; the largest first."""
     device = model.model.embed_tokens.weight.device
     decoder = Decoder(model, torch.randint(2, model.config.vocab_size, (batch, prompt), device=device), length)
     step = captured(decoder.step, device)
@@ -187,7 +187,7 @@ def kernel_times(model: Any, batch: int, prompt: int, length: int, steps: int = 
 
 
 def logits(model: Any, ids: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of a prompt's last tokens, and of one step after it, float32 [B, V] each."""
+    """Logits of a prompt's last token, and of one step after it, float32 [B, V] each."""
     decoder = Decoder(model, ids, ids.shape[1] + 1)
     first = decoder.logits.float()
     decoder.token.copy_(last)
@@ -196,7 +196,7 @@ def logits(model: Any, ids: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def agreement(model: Any, exact: Any, quantized: Modules, dense: Modules, batch: int, prompt: int) -> dict[str, Any]:
-    """Relative distances of both bf16 models' logits from `exact`; AssertionError where ours is twice the other's or more."""
+    """Relative errors of both bf16 models' logits against `exact`; AssertionError where ours is more than twice the other's."""
     device = model.model.embed_tokens.weight.device
     torch.manual_seed(2)
     ids = torch.randint(2, model.config.vocab_size, (batch, prompt + 1), device=device)
@@ -214,7 +214,7 @@ def agreement(model: Any, exact: Any, quantized: Modules, dense: Modules, batch:
 
 
 def quantize(model: Any, scheme: str, group: int) -> tuple[Modules, Modules, Any]:
-    """The linear layers quantized, and as bf16 with the dequantized weights; the model in float32 with the latter."""
+    """(quantized linear layers, bf16 ones with the dequantized weights, the model in float32 with the latter)."""
     dtype = model.dtype
     exact = copy.deepcopy(model).float()
     quantized: Modules = {}
@@ -234,7 +234,7 @@ def measure(
     rounds: int = 5, eager_steps: int = 10, group: int = 128, profile: bool = False,
     backend: str = "", head: bool = True, only: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """All of it; see the module. head: time the model with its head quantized too. only: see `main`."""
+    """All timings; see the module. head: also with a quantized head. only: see `main`."""
     started = time.perf_counter()
     note = lambda what: print(f"{time.perf_counter() - started:6.1f} s", what, flush=True)
     model = llama(sizes, device)
@@ -275,9 +275,9 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", default="", help="a backend of torch.compile for the step, inductor say (minutes)")
-    parser.add_argument("--plain-head", action="store_true", help="the model with its head in bf16 alone")
-    parser.add_argument("--only", default="", choices=("", "bf16", "quantized"), help="time these models alone")
-    parser.add_argument("--profile", action="store_true", help="each kernel's share of a step, by torch's profiler")
+    parser.add_argument("--plain-head", action="store_true", help="do not time the model with a quantized head")
+    parser.add_argument("--only", default="", choices=("", "bf16", "quantized"), help="time only this model")
+    parser.add_argument("--profile", action="store_true", help="time each kernel of a step with torch's profiler")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sizes = {**LLAMA_8B, "num_hidden_layers": options.layers}

@@ -1,14 +1,14 @@
-"""Bitline's GPU kernels beside cuBLAS and, where it is installed, humming-kernels.
+"""Bitline's GPU kernels against cuBLAS and, where it is installed, humming-kernels.
 
     python benchmarks/gpu_linear.py [--shapes 4096x4096,…] [--m 1,16,…] [--out results.json]
     python benchmarks/gpu_linear.py --kernel GluonHopperLinearKernel --schemes "W4A16 g128,MXFP4A16" --sustained …
-    python benchmarks/gpu_linear.py --catalogue   the other kernels that run there, on two shapes and 1, 16 and 256 rows
+    python benchmarks/gpu_linear.py --catalogue   all other kernels that run on this GPU, at --shapes and --m
 
-Each time is the median of CUDA-graph replays over at least 300 MB of copies of the layer, so that weights come from
-device memory. Under steady load the card lowers its clocks, so --sustained gives two times of every kernel: `us`, of 4 ms
-after 0.15 s of rest, and `sustained_us`, after 0.15 s of the same load (0.05 s both below 128 rows). `limit` is the larger of
-bytes / 4.35 TB/s + 2 us and operations / the dense rate (790 TFLOP/s for bf16, 1550 for FP8): the read bandwidth, ramp-up
-and rates measured on an H200. Every kernel is checked before it is timed. `eager` is one plain call from Python, host-bound.
+A time is the median of CUDA-graph replays over at least 300 MB of copies of the layer, so that weights come from DRAM. Under
+sustained load the GPU lowers its clocks: --sustained gives two times per kernel, `us`, over 4 ms after 0.15 s of idling, and
+`sustained_us`, after 0.15 s of the same load (0.05 s both below M=128). `limit` is the larger of bytes / 4.35 TB/s + 2 us and
+FLOPs / dense rate (790 TFLOP/s for bf16, 1550 for FP8): read bandwidth, ramp-up and rates measured on an H200. Every kernel is
+checked before it is timed. `eager` is one plain call from Python, host-bound.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def spec_of(scheme: str, n: int, k: int) -> LinearSpec:
 
 
 def fill(spec: LinearSpec) -> QuantizedWeight:
-    """Random codes of a large layer, made on the device; scales from a small random weight, repeated."""
+    """A large layer with random codes, made on the device: a small random weight, its rows repeated."""
     n, whole = min(spec.n, max(64, spec.block[0] % spec.n)), spec.block == (spec.n, spec.k)
     small = random_weight(spec.replace(n=n, block=(n, spec.k) if whole else spec.block), 1, "cuda")
     kept = {"scale2": small.scale2, "input_scale": small.input_scale, **({"scale": small.scale} if whole else {})}
@@ -112,7 +112,7 @@ def replay_us(calls, target_ms: float = 15, rounds: int = 5) -> float:
 
 
 def rested_us(calls, rest: float = 0.15) -> tuple[float, float]:
-    """Microseconds per call, of 4 ms after a rest, and of `rest` / 4 after as long a load as the rest, in seconds."""
+    """Microseconds per call, over 4 ms after `rest` seconds of idling, and over rest / 4 after as many seconds of load."""
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
@@ -199,7 +199,7 @@ def limit_us(spec: LinearSpec, m: int) -> float:
     return 1e6 * max(io / READ + RAMP, 2 * m * spec.n * spec.k / RATE["fp8" if spec.act else "bf16"])
 
 
-def measure(scheme: str, name: str, n: int, k: int, rows: list[int], peers: bool, sustained: bool = False) -> list[dict]:
+def measure(scheme: str, name: str, n: int, k: int, batches: list[int], peers: bool, sustained: bool = False) -> list[dict]:
     spec = spec_of(scheme, n, k)
     weight = fill(spec)
     kernel, packs, make = ours(name, weight)
@@ -207,12 +207,12 @@ def measure(scheme: str, name: str, n: int, k: int, rows: list[int], peers: bool
     if peers and scheme in HUMMING:
         try:
             others["humming"] = humming(n, k, scheme)
-        except Exception as error:  # an optional peer: whatever is wrong with it is a line in the log
+        except Exception as error:  # an optional peer: log and go on
             print("humming:", type(error).__name__, str(error)[:120])
     found = []
-    for m in rows:
+    for m in batches:
         x = torch.randn(m, k, device="cuda", dtype=spec.act_dtype)
-        if n * k * m <= 1 << 36:  # float64 products of the largest would take longer than all timings
+        if n * k * m <= 1 << 36:  # the float64 reference of larger ones would take longer than all timings
             check(kernel.apply(x, packs[0], None, spec), x, weight)
         row = {"scheme": scheme, "n": n, "k": k, "m": m, "kernel": name, "limit_us": limit_us(spec, m)}
         timed = {"us": make(x)}
@@ -258,13 +258,13 @@ CATALOGUE = {
 }
 
 
-def catalogue(shapes: list[str], rows: list[int], seconds: float, out: Path) -> None:
-    """Every kernel of CATALOGUE that can run here, until the time is up; cuBLAS and each kernel's estimate beside it."""
+def catalogue(shapes: list[str], batches: list[int], seconds: float, out: Path) -> None:
+    """Every kernel of CATALOGUE that can run here, until the time is up, with cuBLAS and each kernel's cost estimate."""
     end, here, found = time.perf_counter() + seconds, Platform.detect("cuda"), []
     for shape in shapes:
         n, k = map(int, shape.split("x"))
         dense = cublas(n, k)
-        bf16 = {m: replay_us(dense(torch.randn(m, k, device="cuda", dtype=torch.bfloat16)), 6, 3) for m in rows}
+        bf16 = {m: replay_us(dense(torch.randn(m, k, device="cuda", dtype=torch.bfloat16)), 6, 3) for m in batches}
         for name, scheme in [(name, scheme) for name, schemes in CATALOGUE.items() for scheme in schemes]:
             kernel, spec = kernel_by_name(name), spec_of(scheme, n, k)
             verdict = kernel.is_supported(here) and kernel.can_implement(spec)
@@ -272,10 +272,10 @@ def catalogue(shapes: list[str], rows: list[int], seconds: float, out: Path) -> 
                 print(name, scheme, "not timed:", verdict.reason or "the time is up", flush=True)
                 continue
             try:
-                for row in measure(scheme, name, n, k, rows, False):
+                for row in measure(scheme, name, n, k, batches, False):
                     estimate = kernel.cost(spec, here, row["m"]) * 1e6
                     found.append({**row, "cost_us": estimate, "cuBLAS bf16": bf16[row["m"]]})
-            except Exception as error:  # another provider's kernel: whatever is wrong with it is a line in the log
+            except Exception as error:  # another provider's kernel: log and go on
                 print(name, scheme, shape, type(error).__name__, str(error)[:300], flush=True)
             out.write_text(json.dumps({"machine": machine("cuda"), "results": found}, indent=1) + "\n")
         del dense
@@ -286,38 +286,38 @@ def main() -> None:
     options.add_argument("--shapes", default=SHAPES)
     options.add_argument("--smol", default=SMOL)
     options.add_argument("--m", default="1,4,8,16,32,64,128,256,512,1024,4096")
-    options.add_argument("--kernel", default="", help="time one kernel at --schemes and --shapes instead of the usual plan")
+    options.add_argument("--kernel", default="", help="time one kernel at --schemes and --shapes instead of the default plan")
     options.add_argument("--schemes", default="W4A16 g128")
     options.add_argument("--sustained", action="store_true")
     options.add_argument("--catalogue", action="store_true", help="time all other kernels at --shapes and --m")
     options.add_argument(
-        "--seconds", type=float, default=600, help="begin no kernel of --catalogue, or shape of --kernel, after that time"
+        "--seconds", type=float, default=600, help="start no kernel of --catalogue, or shape of --kernel, after this time"
     )
     options.add_argument("--alone", action="store_true", help="time --kernel without cuBLAS and humming")
     options.add_argument("--out", default="benchmarks/results/h200_triton_w4a16.json")
     chosen = options.parse_args()
-    rows = [int(m) for m in chosen.m.split(",")]
+    batches = [int(m) for m in chosen.m.split(",")]
     if chosen.catalogue:
-        catalogue(chosen.shapes.split(","), rows, chosen.seconds, Path(chosen.out))
+        catalogue(chosen.shapes.split(","), batches, chosen.seconds, Path(chosen.out))
         return
     if chosen.kernel:
         end, found = time.perf_counter() + chosen.seconds, []
         for scheme, shape in itertools.product(chosen.schemes.split(","), chosen.shapes.split(",")):
             if time.perf_counter() < end:
                 n, k = map(int, shape.split("x"))
-                found += measure(scheme, chosen.kernel, n, k, rows, not chosen.alone, chosen.sustained)
+                found += measure(scheme, chosen.kernel, n, k, batches, not chosen.alone, chosen.sustained)
                 Path(chosen.out).write_text(json.dumps({"machine": machine("cuda"), "results": found}, indent=1) + "\n")
         return
     triton, row_wise = "TritonW4A16LinearKernel", "RowWiseTorchFP8ScaledMMLinearKernel"
-    plan = [("W4A16 g128", triton, shape, rows, True) for shape in chosen.shapes.split(",") if shape]
+    plan = [("W4A16 g128", triton, shape, batches, True) for shape in chosen.shapes.split(",") if shape]
     plan += [("Q4_1", triton, shape, [1, 16, 128], True) for shape in chosen.smol.split(",") if shape]
     for scheme in ("W4A16 g32", "W4A16 g128 zero", "W8A16 g128"):
         plan.append((scheme, triton, "4096x4096", [1, 16, 64, 256], False))
     plan += [("FP8_DYNAMIC", row_wise, shape, [1, 16, 64, 256, 1024, 4096], False) for shape in ("4096x4096", "28672x4096")]
     found = []
-    for scheme, name, shape, rows, peers in plan:
+    for scheme, name, shape, batches, peers in plan:
         n, k = map(int, shape.split("x"))
-        found += measure(scheme, name, n, k, rows, peers)
+        found += measure(scheme, name, n, k, batches, peers)
         Path(chosen.out).write_text(json.dumps({"machine": machine("cuda"), "results": found}, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/performance.md on the Hopper kernels, and how many rows meet which bar, from the committed results.
+"""Prints the Hopper tables of docs/performance.md and how many results meet which target, from the committed results.
 
 python benchmarks/hopper_tables.py
 """
@@ -12,54 +12,55 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "h200_hopper.json"
-ROWS = (1, 8, 16, 24, 64, 96, 128, 256, 300, 512, 1000, 1024, 4096)
-FEW = (1, 8, 16, 64, 256, 1024)
-LARGE = ((4096, 4096), (28672, 4096), (8192, 8192), (4096, 14336), (8192, 28672), (57344, 8192))
+BATCHES = (1, 8, 16, 24, 64, 96, 128, 256, 300, 512, 1000, 1024, 4096)
+SCHEME_BATCHES = (1, 8, 16, 64, 256, 1024)
+LAYERS = ((4096, 4096), (28672, 4096), (8192, 8192), (4096, 14336), (8192, 28672), (57344, 8192))
 LINES = {
     "Hopper W4A16": "us", "humming W4": "humming", "cuBLAS bf16": "cuBLAS bf16", "sustained: Hopper": "sustained_us",
     "humming": "humming sustained", "cuBLAS": "cuBLAS bf16 sustained",
 }  # fmt: skip
 
 
-def figure(value: float | None) -> str:
+def cell(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value < 60 else f"{value:.0f}"
 
 
 def shapes(rows: list[dict[str, Any]]) -> None:
-    """A block of lines for each large layer."""
-    print("| | " + " | ".join(("M=" if m == 1 else "") + str(m) for m in ROWS) + " |")
-    print("|---" * (len(ROWS) + 1) + "|")
-    for n, k in LARGE:
+    """A block of table rows per layer."""
+    print("| | " + " | ".join(("M=" if m == 1 else "") + str(m) for m in BATCHES) + " |")
+    print("|---" * (len(BATCHES) + 1) + "|")
+    for n, k in LAYERS:
         found = {row["m"]: row for row in rows if (row["n"], row["k"]) == (n, k)}
         for label, key in {f"**{n}×{k}**: limit": "limit_us", **LINES}.items():
-            print(f"| {label} | " + " | ".join(figure(found.get(m, {}).get(key)) for m in ROWS) + " |")
+            print(f"| {label} | " + " | ".join(cell(found.get(m, {}).get(key)) for m in BATCHES) + " |")
 
 
 def schemes(rows: list[dict[str, Any]], n: int, k: int) -> None:
-    """A line for each scheme, humming's time in brackets where it was timed; rows of an earlier commit say so."""
-    print(f"\n| {n}×{k} | " + " | ".join(("M=" if m == 1 else "") + str(m) for m in FEW) + " |")
-    print("|---" * (len(FEW) + 1) + "|")
+    """A table row per scheme, humming's time in brackets where it was timed; results of an earlier commit name it."""
+    print(f"\n| {n}×{k} | " + " | ".join(("M=" if m == 1 else "") + str(m) for m in SCHEME_BATCHES) + " |")
+    print("|---" * (len(SCHEME_BATCHES) + 1) + "|")
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         found = {row["m"]: row for row in rows if (row["scheme"], row["n"], row["k"]) == (scheme, n, k)}
         if found:
             cells = []
-            for row in (found[m] for m in FEW if m in found):
-                cells.append(figure(row["us"]) + (f" ({figure(row['humming'])})" if row.get("humming") else ""))
+            for row in (found[m] for m in SCHEME_BATCHES if m in found):
+                cells.append(cell(row["us"]) + (f" ({cell(row['humming'])})" if row.get("humming") else ""))
             then = ", ".join(sorted({row["commit"][:7] for row in found.values() if "commit" in row}))
             print(f"| {scheme}{f' ({then})' if then else ''} | " + " | ".join(cells) + " |")
 
 
-def ratios(label: str, rows: Iterable[dict[str, Any]], ratio: Callable[[dict[str, Any]], float | None], bar: float) -> None:
-    """How many rows are at or under the bar, and from what to what the ratio goes."""
+def ratios(label: str, rows: Iterable[dict[str, Any]], ratio: Callable[[dict[str, Any]], float | None], target: float) -> None:
+    """How many results are at or below the target, and the range of the ratio."""
     known = sorted((r, row["n"], row["k"], row["m"]) for row in rows if (r := ratio(row)) is not None)
     if known:
-        met = sum(r <= bar for r, *_ in known)
+        met = sum(r <= target for r, *_ in known)
         low, high = known[0], known[-1]
-        print(f"{label}, at most {bar}: {met} of {len(known)}, {low[0]:.2f} to {high[0]:.2f} ({high[1]}x{high[2]}, M={high[3]})")
+        spread = f"{low[0]:.2f} to {high[0]:.2f} ({high[1]}x{high[2]}, M={high[3]})"
+        print(f"{label}, at most {target}: {met} of {len(known)}, {spread}")
 
 
 def over(*keys: str) -> Callable[[dict[str, Any]], float | None]:
-    """The ratio of our time to the least of others."""
+    """Our time over the fastest of others."""
 
     def ratio(row: dict[str, Any]) -> float | None:
         mine = row["sustained_us"] if "sustained" in keys[0] else row["us"]
@@ -69,7 +70,7 @@ def over(*keys: str) -> Callable[[dict[str, Any]], float | None]:
     return ratio
 
 
-def bars(rows: list[dict[str, Any]]) -> None:
+def targets(rows: list[dict[str, Any]]) -> None:
     def of(low: int, high: int, least: float = 0, most: float = 1e9) -> list[dict[str, Any]]:
         return [row for row in rows if low <= row["m"] <= high and least <= row["n"] * row["k"] / 2e6 < most]
 
@@ -84,8 +85,8 @@ def bars(rows: list[dict[str, Any]]) -> None:
     ratios("M=1-128: cuBLAS", of(1, 128), over("cuBLAS bf16"), 1.0)
     ratios("M=256: the better", of(256, 256), over("humming", "cuBLAS bf16"), 0.90)
     ratios("M=300, 512: the better", of(300, 512), over("humming", "cuBLAS bf16"), 0.97)
-    for bar in (0.95, 1.0):
-        ratios("M>=1000: cuBLAS, sustained", of(1000, 4096), over("cuBLAS bf16 sustained"), bar)
+    for target in (0.95, 1.0):
+        ratios("M>=1000: cuBLAS, sustained", of(1000, 4096), over("cuBLAS bf16 sustained"), target)
     steps = []
     for n, k in {(row["n"], row["k"]) for row in rows}:
         line = sorted((row["m"], row["us"]) for row in rows if (row["n"], row["k"]) == (n, k))
@@ -102,7 +103,7 @@ def main() -> None:
     schemes(rows, 28672, 4096)
     schemes(rows, 4096, 4096)
     print()
-    bars(plain)
+    targets(plain)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 import torch
 
-from bitline.kernels.hopper.layout import pack_words
+from bitline.kernels.hopper.layout import pack_codes
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -123,12 +123,12 @@ def roofline() -> None:
 
 
 def layout() -> None:
-    """A packed block of the Hopper kernels, as `pack_words` makes it: whose each weight is, for either instruction."""
+    """A packed block of the Hopper kernels, as `pack_codes` makes it: whose each weight is, for either instruction."""
     cell = torch.arange(1024).view(16, 64)
     place = torch.zeros(128, 8, dtype=torch.long)  # word and nibble -> cell, from three packings of four of its bits each
     for digit in range(3):
         codes = (cell >> 4 * digit & 15).to(torch.uint8)
-        words = pack_words(codes[:, ::2] | codes[:, 1::2] << 4, 4, 64, 0).flatten().long()
+        words = pack_codes(codes[:, ::2] | codes[:, 1::2] << 4, 4, 64, 0).flatten().long()
         place |= (words[:, None] >> torch.arange(0, 32, 4) & 15) << 4 * digit
     word = torch.empty(1024, dtype=torch.long)
     word[place.flatten()] = torch.arange(128).repeat_interleave(8)

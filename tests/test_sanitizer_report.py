@@ -16,7 +16,7 @@ def sanitize():
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 16 bytes
-=========     at decode+0x1f0
+=========     at gemv_mma+0x1f0
 =========     by thread (0,0,0) in block (12,0,0)
 =========     Access at 0x7f2e1e200000 is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f2e1e1f0000 of size 65536 bytes
@@ -30,40 +30,41 @@ MEMCHECK = """========= COMPUTE-SANITIZER
 ========= ERROR SUMMARY: 2 errors
 """
 RACECHECK = """========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at wide+0x1200 in wide_device.py:210
-=========     and Read access at wide+0x1400 in wide_device.py:220 [512 hazards]
+========= Error: Race reported between Write access at wgmma_persistent+0x1200 in wgmma_persistent.py:210
+=========     and Read access at wgmma_persistent+0x1400 in wgmma_persistent.py:220 [512 hazards]
 =========
-========= Error: Race reported between Read access at wide+0x220 in wide_device.py:{line}
-=========     and Write access at wide+0x69a0 in wide_device.py:{line} [16 hazards]
+========= Error: Race reported between Read access at wgmma_persistent+0x220 in wgmma_persistent.py:{line}
+=========     and Write access at wgmma_persistent+0x69a0 in wgmma_persistent.py:{line} [16 hazards]
 =========
 ========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
 
 
-def test_findings_name_their_kernel(sanitize):
-    assert [r.kernel for r in sanitize.records(MEMCHECK)] == ["decode", "void at::native::vectorized_elementwise_kernel<"]
+def test_reports_name_their_kernel(sanitize):
+    assert [r.kernel for r in sanitize.records(MEMCHECK)] == ["gemv_mma", "void at::native::vectorized_elementwise_kernel<"]
     first, second = sanitize.records(RACECHECK)
-    assert first.kernel == second.kernel == "wide"
-    assert first.lines == ("wide_device.py:210", "wide_device.py:220")
+    assert first.kernel == second.kernel == "wgmma_persistent"
+    assert first.lines == ("wgmma_persistent.py:210", "wgmma_persistent.py:220")
     assert sanitize.finished(MEMCHECK) and sanitize.finished(RACECHECK)
 
 
-def test_generated_code_is_what_starts_the_specialised_warps(sanitize):
-    lines = {kernel: sorted(int(at.partition(":")[2]) for at in sanitize.added(kernel)) for kernel in sanitize.OURS}
-    assert len(lines["decode"]) == 1 and lines["wide"][1] > lines["wide"][0] + 20
-    for at in lines["wide"][:2]:
-        text = RACECHECK.replace("{line}", str(lines["wide"][0]), 1).replace("{line}", str(at))
+def test_generated_code_is_the_warp_specialization_prologue(sanitize):
+    lines = {kernel: sorted(int(at.partition(":")[2]) for at in sanitize.prologue_lines(kernel)) for kernel in sanitize.OURS}
+    kernel = lines["wgmma_persistent"]
+    assert len(lines["gemv_mma"]) == 1 and kernel[1] > kernel[0] + 20
+    for at in kernel[:2]:
+        text = RACECHECK.replace("{line}", str(kernel[0]), 1).replace("{line}", str(at))
         assert [sanitize.generated(r) for r in sanitize.records(text)] == [False, True]
     assert not any(sanitize.generated(r) for r in sanitize.records(RACECHECK.replace("{line}", "1")))
 
 
-def test_a_clean_report_has_none_and_a_cut_one_is_no_report(sanitize):
+def test_a_clean_report_has_none_and_a_truncated_one_is_no_report(sanitize):
     clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
     assert sanitize.records(clean) == [] and sanitize.finished(clean)
     assert not sanitize.finished(MEMCHECK[: MEMCHECK.index("========= ERROR")])
 
 
-def test_what_a_report_lacks(sanitize):
+def test_what_fails_in_a_report(sanitize):
     row = {"finished": True, "reports": 0, "generated": 0}
     faults = {tool: {fault: row | {"reports": 1}} for tool, fault in sanitize.PLANTED.items()}
     tools = {tool: {"grid": row, "control": row} | faults.get(tool, {}) for tool in sanitize.TOOLS}
@@ -77,11 +78,11 @@ def test_what_a_report_lacks(sanitize):
         assert len(sanitize.complaints({"tools": tools | {tool: runs}})) == 1
 
 
-def test_the_grid_is_what_the_kernel_takes(sanitize):
+def test_the_grid_is_what_the_kernel_accepts(sanitize):
     from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 
     names = [name for name, _, _ in sanitize.grid()]
     assert len(set(names)) == len(names)
     assert all(GluonHopperLinearKernel.can_implement(spec) for _, spec, _ in sanitize.grid())
-    for _, spec, rows in sanitize.grid():
-        assert min(rows) <= 16 < max(rows) and spec.n * spec.k < 1 << 20
+    for _, spec, batches in sanitize.grid():
+        assert min(batches) <= 16 < max(batches) and spec.n * spec.k < 1 << 20

@@ -3,11 +3,11 @@
     PYTHONPATH=src python tests/gpu/sanitize.py --out benchmarks/results/h200_sanitizer.json
 
 Each tool runs the grid in a process of its own, all at the same time. Weights and inputs are made and checked on the CPU, so that
-nearly all that runs on the GPU is ours; torch's allocator is off, so that each tensor has an allocation whose ends are watched.
-Two planted faults (a weight that is cut short, one that nobody wrote) show that memcheck and initcheck look where they should.
-A report whose lines are all a kernel's definition or its `warp_specialize` is about the start of the specialised warps, which
-Triton generates; such ones count apart, beside what the same tool says of `specialized`, which does nothing else. Fails where a
-tool reports anything else about our kernels, does not finish, or misses its planted fault.
+nearly all that runs on the GPU is ours; torch's caching allocator is off, so that each tensor is an allocation with checked
+bounds. Two planted faults (a weight that is too short, one that was never written) show that memcheck and initcheck look where
+they should. A report whose lines are all a kernel's definition or its `warp_specialize` is about the prologue that Triton
+generates for warp specialization; such ones are counted apart, beside what the same tool reports of `specialized`, which does
+nothing else. Fails where a tool reports anything else about our kernels, does not finish, or misses its planted fault.
 """
 
 from __future__ import annotations
@@ -30,45 +30,51 @@ import torch
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PLANTED = {"memcheck": "short", "initcheck": "unwritten"}
-OURS = {"decode": "decode_device.py", "ring": "ring_device.py", "wide": "wide_device.py", "specialized": "specialized.py"}
 ROOT = Path(__file__).parents[2]
+DEVICE = ROOT / "src" / "bitline" / "kernels" / "hopper" / "device"
+OURS = {name: DEVICE / f"{name}.py" for name in ("gemv_mma", "small_m_pipelined", "wgmma_persistent")}  # kernel -> its file
+OURS["specialized"] = Path(__file__).with_name("specialized.py")
 BEGAN = time.perf_counter()
 
 
 def grid() -> list[tuple[str, Any, tuple[int, ...]]]:
-    """(name, spec, rows): every scheme, with remainders of rows and columns or without."""
+    """(name, spec, values of M): every scheme, with remainders of N and K or without."""
     from bitline import types
     from bitline.types import LinearSpec
 
     odd = LinearSpec(200, 520, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
     even = odd.replace(n=256, k=1024)
     e2m1 = even.replace(weight=types.float4_e2m1)
-    rows = (1, 5, 16, 17, 90)
+    batches = (1, 5, 16, 17, 90)
     return [
-        ("u4", odd, rows), ("u4 even, bias", even.replace(bias=True), rows), ("u4 g32", odd.replace(block=(1, 32)), rows),
-        ("u4 fp16", odd.replace(act_dtype=torch.float16, scale_dtype=torch.float16), rows),
-        ("u4 padded", odd.replace(n=67, k=129), rows),
-        ("z4", odd.replace(weight=types.uint4, zero="int", block=(1, 64)), rows),
-        ("u8", odd.replace(weight=types.uint8b128), rows), ("z8", odd.replace(weight=types.uint8, zero="int"), rows),
-        ("MXFP4", e2m1.replace(block=(1, 32), scale_dtype=torch.float8_e8m0fnu), rows),
-        ("NVFP4", e2m1.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(256, 1024)), rows),
-        ("FP8", odd.replace(weight=types.float8_e4m3fn, block=(1, 520)), rows),
-        ("FP8 g128", odd.replace(weight=types.float8_e4m3fn, block=(128, 128), scale_dtype=torch.float32), rows),
+        ("u4", odd, batches), ("u4 even, bias", even.replace(bias=True), batches),
+        ("u4 g32", odd.replace(block=(1, 32)), batches),
+        ("u4 fp16", odd.replace(act_dtype=torch.float16, scale_dtype=torch.float16), batches),
+        ("u4 padded", odd.replace(n=67, k=129), batches),
+        ("z4", odd.replace(weight=types.uint4, zero="int", block=(1, 64)), batches),
+        ("u8", odd.replace(weight=types.uint8b128), batches), ("z8", odd.replace(weight=types.uint8, zero="int"), batches),
+        ("MXFP4", e2m1.replace(block=(1, 32), scale_dtype=torch.float8_e8m0fnu), batches),
+        ("NVFP4", e2m1.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(256, 1024)), batches),
+        ("FP8", odd.replace(weight=types.float8_e4m3fn, block=(1, 520)), batches),
+        ("FP8 g128", odd.replace(weight=types.float8_e4m3fn, block=(128, 128), scale_dtype=torch.float32), batches),
     ]  # fmt: skip
 
 
-def few_tiles() -> list[tuple[int, Any]]:
-    """(rows, tile): every tile of up to 8, 16, 24 and 32 rows that symmetric 4 bits take at layers of many shapes."""
+def small_m_configs() -> list[tuple[int, Any]]:
+    """(M, config): every config for M up to 8, 16, 24 and 32 that W4A16 takes on layers of many shapes."""
     from bitline.kernels.hopper import heuristics, layout
-    from bitline.kernels.hopper.scheme import scheme_of
+    from bitline.kernels.hopper.scheme import dequant_scheme
 
     found = set()
     for n in (1024, 2176, 4096, 5120, 6144, 8192, 13656, 28672, 57344):
         for k in (4096, 4160, 8192, 14336):
-            padded, columns = layout.padded(n, k)
-            scheme = scheme_of(grid()[0][1].replace(n=n, k=k))
-            found |= {(m, heuristics.decode_tile(m, padded, columns // 64, scheme, k % 128 == 0)) for m in (5, 13)}  # type: ignore[arg-type]
-            found |= {(m, tile) for m in (20, 30) if (tile := heuristics.few_tile(m, padded, n, k, scheme))}  # type: ignore[arg-type]
+            n16_tiles, columns = layout.padded_shape(n, k)
+            scheme = dequant_scheme(grid()[0][1].replace(n=n, k=k))
+            for m in (5, 13):
+                found.add((m, heuristics.small_m_config(m, n16_tiles, columns // 64, scheme, k % 128 == 0)))  # type: ignore[arg-type]
+            for m in (20, 30):
+                config = heuristics.small_m_config_if_faster(m, n16_tiles, n, k, scheme)  # type: ignore[arg-type]
+                found |= {(m, config)} if config else set()
     return sorted(found)
 
 
@@ -97,60 +103,72 @@ class Runner:
         print(f"{time.perf_counter() - BEGAN:.1f} s: {name} M={m}", flush=True)
 
     def all(self, only: int | None = None) -> None:
-        from bitline.kernels.hopper import heuristics, launch
-        from bitline.kernels.hopper.linear import GluonHopperLinearKernel
-        from bitline.kernels.hopper.scheme import Scheme, scheme_of
+        from bitline.kernels.hopper import runtime, workspace
+        from bitline.kernels.hopper.heuristics import WGMMA_COSTS
 
-        launch._SLOTS = 16  # flags of captured launches, which these are not: a tool would watch each
-        # initcheck does not see what the copy engine writes, and would call y unwritten when it is copied to the CPU.
-        launch._new = lambda: lambda shape, strides, dtype: torch.full(shape, float("nan"), dtype=dtype, device="cuda")
-        cases = grid()
-        for i, (name, spec, rows) in enumerate(cases):
-            if only is not None and i != only:
-                continue
-            weight, packed, bias = self.layer(spec, i)
-            scheme = scheme_of(spec)
-            assert isinstance(scheme, Scheme)
-            for m in rows:
-                regime = "decode" if m <= launch.DECODE_ROWS else "wide"
-                self.run(
-                    lambda x, p=packed, b=bias, s=spec: GluonHopperLinearKernel.apply(x, p, b, s), weight, m, f"{regime} {name}"
-                )
-        for i, shape in enumerate(heuristics._COSTS):  # every tile, whole and cut along K
-            if only is not None and len(cases) + i != only:
-                continue
-            spec = cases[i % 2][1]
-            weight, packed, bias = self.layer(spec, i)
-            for programs in (1, 3):
-                m = shape.bm + shape.bm2 - 5
-                plan = launch._WidePlan(spec, scheme_of(spec), m, bias is not None, 132, shape._replace(p=programs))  # type: ignore[arg-type]
-                cut = "cut" if plan.scratch else "whole"
-                self.run(functools.partial(plan, packed=packed, bias=bias), weight, m, f"wide, each tile {cut}")
-        for i, (m, tile) in enumerate(few_tiles()):
-            if only is not None and len(cases) + len(heuristics._COSTS) + i != only:
-                continue
-            for spec in (cases[0][1], cases[1][1].replace(bias=False)):
-                if tile.depth == 0 and spec.k % 64:
-                    continue  # a call pads x for words in registers
-                spec = spec.replace(n=max(spec.n, 16 * tile.r * tile.groups + 8))  # a program's rows at least
-                weight, packed, _ = self.layer(spec, i)
-                few = launch._DecodePlan(spec, scheme_of(spec), m, False, tile)  # type: ignore[arg-type]
-                name = "ring" if tile.depth else "decode"
-                self.run(functools.partial(few, packed=packed, bias=None), weight, m, f"{name}, each tile")
+        workspace.CAPTURED_LAUNCHES = 16  # nothing is captured, and a tool would track each flag
+        # initcheck does not see TMA stores, and would call y uninitialized when it is copied to the CPU.
+        runtime.fast_empty = lambda: lambda shape, strides, dtype: torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+        calls = [functools.partial(self.run_case, i) for i in range(len(grid()))]
+        calls += [functools.partial(self.run_wgmma_config, i) for i in range(len(WGMMA_COSTS))]
+        calls += [functools.partial(self.run_small_m_config, i) for i in range(len(small_m_configs()))]
+        for call in calls if only is None else [calls[only]]:
+            call()
         if only is None:
             self.two_streams()
 
+    def run_case(self, i: int) -> None:
+        """A scheme, with the configs that calls take."""
+        from bitline.kernels.hopper.launch import SMALL_M
+        from bitline.kernels.hopper.linear import GluonHopperLinearKernel
+
+        name, spec, batches = grid()[i]
+        weight, packed, bias = self.layer(spec, i)
+        for m in batches:
+            kernel = "mma.sync" if m <= SMALL_M else "wgmma"
+            self.run(lambda x: GluonHopperLinearKernel.apply(x, packed, bias, spec), weight, m, f"{kernel} {name}")
+
+    def run_wgmma_config(self, i: int) -> None:
+        """A config with whole tiles and with stream-K tiles."""
+        from bitline.kernels.hopper.heuristics import WGMMA_COSTS
+        from bitline.kernels.hopper.plans import WgmmaPlan
+        from bitline.kernels.hopper.scheme import dequant_scheme
+
+        config, spec = list(WGMMA_COSTS)[i], grid()[i % 2][1]
+        weight, packed, bias = self.layer(spec, i)
+        for num_ctas in (1, 3):
+            m = config.cta_m - 5
+            plan = WgmmaPlan(spec, dequant_scheme(spec), m, bias is not None, 132, config._replace(num_ctas=num_ctas))  # type: ignore[arg-type]
+            tiles = "stream-K" if plan.workspace_size else "whole"
+            self.run(functools.partial(plan, packed=packed, bias=bias), weight, m, f"wgmma, each config, {tiles} tiles")
+
+    def run_small_m_config(self, i: int) -> None:
+        """A config with remainders and without."""
+        from bitline.kernels.hopper.plans import SmallMPlan
+        from bitline.kernels.hopper.scheme import dequant_scheme
+
+        m, config = small_m_configs()[i]
+        for spec in (grid()[0][1], grid()[1][1].replace(bias=False)):
+            if config.stages == 0 and spec.k % 64:
+                continue  # `launch.run` pads x for gemv_mma
+            spec = spec.replace(n=max(spec.n, 16 * config.n16_per_cta + 8))  # a CTA's rows at least
+            weight, packed, _ = self.layer(spec, i)
+            plan = SmallMPlan(spec, dequant_scheme(spec), m, False, config)  # type: ignore[arg-type]
+            name = "pipelined" if config.stages else "gemv"
+            self.run(functools.partial(plan, packed=packed, bias=None), weight, m, f"{name}, each config")
+
     def two_streams(self) -> None:
-        """Cut tiles on two streams at once: each has its own flags."""
-        from bitline.kernels.hopper import heuristics, launch
-        from bitline.kernels.hopper.scheme import scheme_of
+        """Stream-K on two streams at once: each has its own flags."""
+        from bitline.kernels.hopper.heuristics import WGMMA_COSTS
+        from bitline.kernels.hopper.plans import WgmmaPlan
+        from bitline.kernels.hopper.scheme import dequant_scheme
         from bitline.testing import check
         from bitline.testing.generators import inputs
 
         weight, packed, _ = self.layer(grid()[0][1], 1)
         spec = weight.spec
-        plan = launch._WidePlan(spec, scheme_of(spec), 30, False, 132, next(iter(heuristics._COSTS))._replace(p=3))  # type: ignore[arg-type]
-        assert plan.scratch
+        plan = WgmmaPlan(spec, dequant_scheme(spec), 30, False, 132, next(iter(WGMMA_COSTS))._replace(num_ctas=3))  # type: ignore[arg-type]
+        assert plan.workspace_size
         xs = [inputs(30, spec, seed) for seed in (1, 2)]
         given = [x.cuda() for x in xs]
         torch.cuda.synchronize()
@@ -164,10 +182,10 @@ class Runner:
         for x, out in zip(xs, found, strict=True):
             for y in out:
                 check(y.cpu(), x, weight)
-                self.launches["wide, two streams"] += 1
+                self.launches["wgmma, two streams"] += 1
 
     def control(self) -> None:
-        """A kernel that starts specialised warps and does nothing else."""
+        """A warp-specialized kernel that does nothing else."""
         sys.path.insert(0, str(Path(__file__).parent))
         from specialized import specialized  # type: ignore[import-not-found]
 
@@ -176,7 +194,7 @@ class Runner:
         assert out.tolist() == [1, 2, 3]
 
     def planted(self, fault: str) -> None:
-        """A launch that a tool must complain about."""
+        """A launch that a tool must report."""
         from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 
         weight, packed, bias = self.layer(grid()[0][1], 0)
@@ -192,7 +210,7 @@ _SKIP = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMAR
 
 
 class Record(NamedTuple):
-    """A finding: its kernel ("" where none is named), its first line and the lines of the source that it names."""
+    """A report: its kernel ("" where none is named), its first line and the source lines that it names."""
 
     kernel: str
     head: str
@@ -200,7 +218,7 @@ class Record(NamedTuple):
 
 
 def records(text: str) -> list[Record]:
-    """The findings in a tool's output."""
+    """The reports in a tool's output."""
     found: list[list[str]] = []
     for line in text.splitlines():
         if line.startswith("========="):
@@ -217,23 +235,22 @@ def records(text: str) -> list[Record]:
     return out
 
 
-def added(kernel: str) -> set[str]:
-    """FILE:LINE of what the compiler adds to a kernel: its definition, and the statements that start the specialised warps."""
+def prologue_lines(kernel: str) -> set[str]:
+    """FILE:LINE of what the compiler adds to a kernel: its definition, and its `warp_specialize` statements."""
     file = OURS[kernel]
-    folder = Path(__file__).parent if kernel == "specialized" else ROOT / "src" / "bitline" / "kernels" / "hopper"
-    lines = (folder / file).read_text().splitlines()
+    lines = file.read_text().splitlines()
     start = next(i for i, line in enumerate(lines, 1) if line.startswith(f"def {kernel}("))
     calls = [i for i, line in enumerate(lines, 1) if i > start and "warp_specialize(" in line]
-    return {f"{file}:{i}" for i in (start, *(range(calls[0] - 1, len(lines) + 1) if calls else ()))}
+    return {f"{file.name}:{i}" for i in (start, *(range(calls[0] - 1, len(lines) + 1) if calls else ()))}
 
 
 def generated(record: Record) -> bool:
-    """Whether a finding is about what Triton adds to a kernel of specialised warps, and nothing that the kernel says itself."""
-    return record.kernel in OURS and bool(record.lines) and set(record.lines) <= added(record.kernel)
+    """Whether a report is about what Triton adds to a warp-specialized kernel alone."""
+    return record.kernel in OURS and bool(record.lines) and set(record.lines) <= prologue_lines(record.kernel)
 
 
 def finished(text: str) -> bool:
-    """Whether a tool came to its end."""
+    """Whether a tool finished."""
     return "SUMMARY:" in text
 
 
@@ -243,7 +260,7 @@ class Run:
     def __init__(self, tool: str, folder: Path, *arguments: str) -> None:
         self.tool, self.what, self.began = tool, arguments[-1] if arguments else "", time.perf_counter()
         self.log, self.output = folder / f"{tool}{self.what}.log", folder / f"{tool}{self.what}.txt"
-        # Each tensor is an allocation, modules are loaded when they are used, API errors are torch's own questions.
+        # Each tensor is an allocation, modules are loaded lazily, API errors are torch's own probes.
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY", "OMP_NUM_THREADS": "3"}
         command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--show-backtrace", "no"]
         command += ["--print-limit", "200", "--log-file", str(self.log), sys.executable, __file__, "--child", *arguments]
@@ -251,7 +268,7 @@ class Run:
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
 
     def result(self, deadline: float) -> dict[str, Any]:
-        """What it found; where it has not ended by then, how far it came."""
+        """What it found; where it has not finished by the deadline, how far it came."""
         while self.process.poll() is None and time.perf_counter() < deadline:
             time.sleep(0.2)
         late = self.process.poll() is None
@@ -280,11 +297,11 @@ def supervise(timeout: float) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from _machine import machine
 
-    from bitline.kernels.hopper import heuristics
+    from bitline.kernels.hopper.heuristics import WGMMA_COSTS
 
     deadline = time.perf_counter() + timeout
     compiling = [subprocess.Popen([sys.executable, __file__, "--child", "--only", str(i)], stdout=subprocess.DEVNULL)
-                 for i in range(len(grid()) + len(heuristics._COSTS) + len(few_tiles()))]  # fmt: skip
+                 for i in range(len(grid()) + len(WGMMA_COSTS) + len(small_m_configs()))]  # fmt: skip
     codes = [p.wait(timeout) for p in compiling]
     assert not any(codes), f"the grid fails without a tool: {codes}"
     print(f"compiled, {deadline - time.perf_counter():.0f} s left", flush=True)
@@ -301,7 +318,7 @@ def supervise(timeout: float) -> dict[str, Any]:
 
 
 def complaints(report: dict[str, Any]) -> list[str]:
-    """What is wrong with a report."""
+    """What fails in a report."""
     bad = []
     for tool, runs in report["tools"].items():
         grid = runs["grid"]

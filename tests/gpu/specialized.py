@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A kernel of specialised warps that share one barrier: what a tool says of it, it says of Triton's own start of the parts."""
+"""A warp-specialized kernel with nothing but a shared mbarrier: what a sanitizer reports of it is about Triton's prologue."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,19 +7,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def one(out, ready):
+def default_partition(out, ready):
     mbarrier.wait(ready.index(0), 0)
     gl.store(out, 1)
 
 
 @gluon.jit
-def other(out, ready):
+def second_partition(out, ready):
     mbarrier.wait(ready.index(0), 0)
     gl.store(out + 1, 2)
 
 
 @gluon.jit
-def last(out, ready):
+def producer_partition(out, ready):
     gl.store(out + 2, 3)
     mbarrier.arrive(ready.index(0), count=1)
 
@@ -29,4 +29,5 @@ def specialized(out):
     """out int32 [3] = 1, 2, 3."""
     ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready.index(0), count=1)
-    gl.warp_specialize([(one, (out, ready)), (other, (out, ready)), (last, (out, ready))], [4, 1], [232, 40])
+    partitions = [(default_partition, (out, ready)), (second_partition, (out, ready)), (producer_partition, (out, ready))]
+    gl.warp_specialize(partitions, [4, 1], [232, 40])

@@ -1,4 +1,4 @@
-"""GluonHopperLinearKernel on an H100 or H200: conformance, every tile, cut tiles on two streams, graphs side by side."""
+"""GluonHopperLinearKernel on an H100 or H200: conformance, every config, reductions on concurrent streams and graphs."""
 
 import copy
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from bitline import InputError, Platform, QuantLinear, types
-from bitline.kernels.hopper import heuristics, launch
+from bitline.kernels.hopper import launch
+from bitline.kernels.hopper.config import SmallMConfig
+from bitline.kernels.hopper.heuristics import SMALL_M_COSTS, WGMMA_COSTS
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
-from bitline.kernels.hopper.scheme import scheme_of
+from bitline.kernels.hopper.plans import SmallMPlan, WgmmaPlan
+from bitline.kernels.hopper.scheme import dequant_scheme
 from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
@@ -50,78 +53,82 @@ def test_conformance(spec):
     check_kernel(GluonHopperLinearKernel, [spec], device="cuda")
 
 
-@pytest.mark.parametrize(
-    "shape", list(heuristics._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}"
-)
-def test_every_tile_whole_and_cut(shape):
+def wgmma_plan(config, spec, m, has_bias, num_ctas):
+    return WgmmaPlan(spec, dequant_scheme(spec), m, has_bias, 132, config._replace(num_ctas=num_ctas))
+
+
+@pytest.mark.parametrize("config", WGMMA_COSTS, ids=str)
+def test_every_wgmma_config_with_whole_and_stream_k_tiles(config):
     for spec in (BASE.replace(n=1024, k=2048, bias=True), BASE.replace(weight=types.uint4, zero="int", block=(1, 64))):
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
             weight = make(spec, 3, "cuda")
             bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
             for m in (17, 90, 321):
                 x = given(m, spec, m, "cuda")
-                for programs in (1, 5, 48, 64, 132):
-                    tile = shape._replace(p=programs)
-                    plan = launch._WidePlan(spec, scheme_of(spec), m, bias is not None, 132, tile)
+                for num_ctas in (1, 5, 48, 64, 132):
+                    plan = wgmma_plan(config, spec, m, bias is not None, num_ctas)
                     judge(plan(x, packed(weight), bias), x, weight)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key)
-def test_every_scheme_in_every_tile_of_many_rows(spec):
+def test_every_scheme_in_every_wgmma_config(spec):
     weight = random_weight(spec, 3, "cuda")
     bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
     x = inputs(300, spec, 1, "cuda")
-    for shape in heuristics._COSTS:
-        plan = launch._WidePlan(spec, scheme_of(spec), 300, bias is not None, 132, shape._replace(p=3))
-        words = packed(weight)
-        at = x.index_select(1, words[4]) if words[4].numel() else x
-        at = torch.nn.functional.pad(at, (0, -spec.k % 64)) if spec.k % 8 else at
-        check(plan(at, words, bias), x, weight)
+    for config in WGMMA_COSTS:
+        plan = wgmma_plan(config, spec, 300, bias is not None, 3)
+        tensors = packed(weight)
+        given = x.index_select(1, tensors[4]) if tensors[4].numel() else x
+        given = torch.nn.functional.pad(given, (0, -spec.k % 64)) if spec.k % 8 else given
+        check(plan(given, tensors, bias), x, weight)
 
 
-REGISTERS = [  # (8-row tiles of x, tile): words in registers, and those of the ring that the rule names by itself
-    (1, heuristics.Decode(1, 2, 16)), (1, heuristics.Decode(2, 1, 4, 72)), (1, heuristics.Decode(2, 1, 8, 128)),
-    (2, heuristics.Decode(1, 1, 16)),    (2, heuristics.Decode(2, 1, 16, swap=True)), (2, heuristics.Decode(2, 1, 4, 128)),
-    (1, heuristics.Decode(1, 1, 16, 0, 2)),
-    (1, heuristics.Decode(1, 1, 16, 0, 3, 2, True)), (1, heuristics.Decode(2, 1, 8, 0, 4, 2, True)),
+RULES = [  # (ceil(M / 8), config): weights in registers, and the pipelined configs that `small_m_config` names by itself
+    (1, SmallMConfig(1, 2, 16)), (1, SmallMConfig(2, 1, 4, 72)), (1, SmallMConfig(2, 1, 8, 128)),
+    (2, SmallMConfig(1, 1, 16)), (2, SmallMConfig(2, 1, 16, stagger_x_loads=True)), (2, SmallMConfig(2, 1, 4, 128)),
+    (1, SmallMConfig(1, 1, 16, stages=2)),
+    (1, SmallMConfig(1, 1, 16, stages=3, warps_per_k_slice=2, stage_x=True)),
+    (1, SmallMConfig(2, 1, 8, stages=4, warps_per_k_slice=2, stage_x=True)),
 ]  # fmt: skip
-FEW = REGISTERS + [(mt, kind.tile) for mt, kinds in heuristics._FEW.items() for kind in kinds]
-KINDS = [  # warps that share x or not, numbers of tiles that are no power of two, programs that share K, x from the cache
-    heuristics.Decode(7, 1, 4, 0, 2, 1, True), heuristics.Decode(3, 1, 8, 0, 3, 4, True, early=True),
-    heuristics.Decode(1, 1, 16, 0, 3, 2, True, early=True), heuristics.Decode(2, 1, 8, 0, 3, 4, True, early=True, cut=4),
-    heuristics.Decode(2, 1, 8, 0, 2), heuristics.Decode(2, 1, 16, swap=True),
+SMALL_M = RULES + [(m8_tiles, row.config) for m8_tiles, rows in SMALL_M_COSTS.items() for row in rows]
+KINDS = [  # K slices of one or several warps, tile counts that are no power of two, split-K, x from the L2
+    SmallMConfig(7, 1, 4, stages=2, stage_x=True),
+    SmallMConfig(3, 1, 8, stages=3, warps_per_k_slice=4, stage_x=True, pdl_early=True),
+    SmallMConfig(1, 1, 16, stages=3, warps_per_k_slice=2, stage_x=True, pdl_early=True),
+    SmallMConfig(2, 1, 8, stages=3, warps_per_k_slice=4, stage_x=True, pdl_early=True, split_k=4),
+    SmallMConfig(2, 1, 8, stages=2), SmallMConfig(2, 1, 16, stagger_x_loads=True),
 ]  # fmt: skip
 
 
-def few_plan(tile, spec, m, bias=False):
-    scheme = scheme_of(spec)
-    return launch._DecodePlan(spec, scheme, m, bias, tile.fitted(scheme, m))
+def small_m_plan(config, spec, m, has_bias=False):
+    scheme = dequant_scheme(spec)
+    return SmallMPlan(spec, scheme, m, has_bias, config.fit_stages(scheme, m))
 
 
-def run_tile(tile, weight, x, bias=None):
-    """What a call would do with this tile."""
-    plan = few_plan(tile, weight.spec, x.shape[0], bias is not None)
+def run_config(config, weight, x, bias=None):
+    """What a call would do with this config."""
+    plan = small_m_plan(config, weight.spec, x.shape[0], bias is not None)
     if weight.perm is not None:
         x = x.index_select(1, weight.perm)
     k = x.shape[1]
-    if k % 64 and (plan.pads or k % 8):
+    if k % 64 and (plan.pads_k or k % 8):
         x = torch.nn.functional.pad(x, (0, -k % 64))
     return plan(x, packed(weight), bias)
 
 
-@pytest.mark.parametrize("mt, tile", FEW, ids=lambda v: "-".join(str(int(i)) for i in v) if isinstance(v, tuple) else str(v))
-def test_every_tile_of_few_rows(mt, tile):
+@pytest.mark.parametrize("m8_tiles, config", SMALL_M, ids=str)
+def test_every_small_m_config(m8_tiles, config):
     for n, k in ((1024, 2048), (1032, 4160), (517, 4304)):
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
             weight = make(BASE.replace(n=n, k=k), 3, "cuda")
-            for m in (8 * mt - 7, 8 * mt - 2, 8 * mt):
+            for m in (8 * m8_tiles - 7, 8 * m8_tiles - 2, 8 * m8_tiles):
                 x = given(m, weight.spec, m, "cuda")
-                judge(run_tile(tile, weight, x), x, weight)
+                judge(run_config(config, weight, x), x, weight)
 
 
-@pytest.mark.parametrize("tile", KINDS, ids=lambda v: "-".join(str(int(i)) for i in v))
+@pytest.mark.parametrize("config", KINDS, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key)
-def test_every_kind_of_tile_with_every_scheme(spec, tile):
+def test_every_kind_of_small_m_config_with_every_scheme(spec, config):
     n = 394
     if spec.scale2_block == (spec.n, spec.k):
         spec = spec.replace(scale2_block=(n, spec.k))
@@ -129,12 +136,12 @@ def test_every_kind_of_tile_with_every_scheme(spec, tile):
     for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
         weight = make(spec, 3, "cuda")
         bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
-        for m in (5, 13) + ((20,) if tile.depth else ()):
+        for m in (5, 13) + ((20,) if config.stages else ()):
             x = given(m, spec, m, "cuda")
-            judge(run_tile(tile, weight, x, bias), x, weight)
+            judge(run_config(config, weight, x, bias), x, weight)
 
 
-def side_by_side(call, xs, rounds=20, calls=5, replays=10):
+def run_concurrently(call, xs, rounds=20, calls=5, replays=10):
     """Each x on a stream of its own, and then in a captured graph of several calls, gives what it gives alone."""
     want = [call(x) for x in xs]
     streams, graphs = [torch.cuda.Stream() for _ in xs], []
@@ -159,18 +166,18 @@ def side_by_side(call, xs, rounds=20, calls=5, replays=10):
         assert all(torch.equal(y, w) for (_, out), w in zip(graphs, want, strict=True) for y in out)
 
 
-def test_few_rows_cut_along_k_on_two_streams_and_in_two_graphs():
+def test_split_k_on_two_streams_and_in_two_graphs():
     spec = BASE.replace(n=1024, k=4096)
     weight = packed(random_weight(spec, 1, "cuda"))
-    for tile in {kind.tile for kinds in heuristics._FEW.values() for kind in kinds if kind.tile.cut > 1}:
+    for config in {row.config for rows in SMALL_M_COSTS.values() for row in rows if row.config.split_k > 1}:
         for m in (8, 16, 23, 32):
-            plan = few_plan(tile, spec, m)
-            assert plan.scratch
-            side_by_side(lambda x, plan=plan: plan(x, weight, None), [inputs(m, spec, seed, "cuda") for seed in (1, 2)])
+            plan = small_m_plan(config, spec, m)
+            assert plan.workspace_size
+            run_concurrently(lambda x, plan=plan: plan(x, weight, None), [inputs(m, spec, seed, "cuda") for seed in (1, 2)])
 
 
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 65, 97, 129, 200, 257, 300, 1000, 2049])
-def test_rows_on_layers_of_several_shapes(m):
+def test_layers_of_several_shapes(m):
     for n, k in ((4096, 4096), (1024, 4096), (10240, 2048), (2053, 4304), (4104, 4160)):
         spec = BASE.replace(n=n, k=k)
         for make, given, judge in ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact)):
@@ -179,27 +186,25 @@ def test_rows_on_layers_of_several_shapes(m):
             judge(GluonHopperLinearKernel.apply(x, packed(weight), None, spec), x, weight)
 
 
-def test_cut_tiles_on_two_streams_and_in_two_graphs():
+def test_stream_k_on_two_streams_and_in_two_graphs():
     weight = random_weight(BASE.replace(n=4096, k=4096), 1, "cuda")
     layer = QuantLinear(weight, kernel="GluonHopperLinearKernel")
-    side_by_side(layer, [inputs(64, layer.spec, seed, "cuda") for seed in (1, 2)], rounds=100, calls=10, replays=30)
+    run_concurrently(layer, [inputs(64, layer.spec, seed, "cuda") for seed in (1, 2)], rounds=100, calls=10, replays=30)
 
 
-@pytest.mark.parametrize(
-    "shape", list(heuristics._COSTS), ids=lambda t: f"{t.bm}+{t.bm2} nb{t.nb} mr{t.mr} x{t.each}{' turns' * t.turns}"
-)
-def test_each_cut_tile_on_two_streams_and_in_two_graphs(shape):
+@pytest.mark.parametrize("config", WGMMA_COSTS, ids=str)
+def test_stream_k_of_each_wgmma_config_on_two_streams_and_in_two_graphs(config):
     spec = BASE.replace(n=1024, k=2048)
     weight = packed(random_weight(spec, 1, "cuda"))
-    m = shape.bm + shape.bm2 + 7
-    plan = launch._WidePlan(spec, scheme_of(spec), m, False, 132, shape._replace(p=29))
-    assert plan.scratch
-    side_by_side(lambda x: plan(x, weight, None), [inputs(m, spec, seed, "cuda") for seed in (1, 2)])
+    m = config.cta_m + 7
+    plan = wgmma_plan(config, spec, m, False, 29)
+    assert plan.workspace_size
+    run_concurrently(lambda x: plan(x, weight, None), [inputs(m, spec, seed, "cuda") for seed in (1, 2)])
 
 
 @pytest.mark.parametrize("m", [1, 6, 16, 24, 40, 300])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layers_own_call_gives_what_the_kernel_gives(m, bias):
+def test_the_eager_path_gives_what_the_kernel_gives(m, bias):
     spec = BASE.replace(n=1024, k=2048, bias=bias)
     layer = QuantLinear(random_weight(spec, 1, "cuda"), kernel="GluonHopperLinearKernel")
     twin = copy.deepcopy(layer)
@@ -212,7 +217,7 @@ def test_a_layers_own_call_gives_what_the_kernel_gives(m, bias):
         for given in given_in_turn:
             y = call(given)
             assert y.shape == (*given.shape[:-1], spec.n) and torch.equal(y.view(m, -1), want)
-        assert {x.shape, (1, m, spec.k)} <= set(call._eager.entries) and all(call._eager.entries.values())
+        assert {x.shape, (1, m, spec.k)} <= set(call._eager.launches) and all(call._eager.launches.values())
     graded = x.clone().requires_grad_()
     with torch.no_grad():
         assert torch.equal(layer(x), want) and torch.equal(layer(graded), want)
@@ -221,7 +226,7 @@ def test_a_layers_own_call_gives_what_the_kernel_gives(m, bias):
     with pytest.raises(InputError, match="does not fit the layer"):
         layer(x.half())
     moved = layer._packed[0]
-    moved.data = moved.data.clone()  # whoever moves a weight behind the layer's back
+    moved.data = moved.data.clone()  # moved behind the layer's back
     assert torch.equal(layer(x), twin(x))
 
 
@@ -246,7 +251,7 @@ def test_a_captured_call_follows_its_input(m, spec):
 
 @pytest.mark.parametrize("m", [1, 16, 64, 300])
 def test_calls_with_new_tensors_use_them(m):
-    """Maps and addresses are remembered between calls, and memory that is freed is used again."""
+    """Tensor maps and addresses are cached between calls, and freed memory is used again."""
     spec = BASE.replace(n=512, k=1024)
     for seed in range(8):
         weight = random_weight(spec, seed, "cuda")
@@ -260,7 +265,7 @@ def test_calls_with_new_tensors_use_them(m):
             check(y, x, weight)
 
 
-def test_an_input_elsewhere_is_refused():
+def test_an_input_on_another_device_is_refused():
     weight = random_weight(BASE, 1, "cuda")
     layer = QuantLinear(weight, kernel="GluonHopperLinearKernel")
     for m in (1, 40):
@@ -270,7 +275,7 @@ def test_an_input_elsewhere_is_refused():
         check(layer(x), x, weight)
 
 
-def test_torch_compile_keeps_the_choice_by_rows():
+def test_torch_compile_keeps_the_choice_by_m():
     layer = QuantLinear(random_weight(BASE.replace(n=512, k=1024), 1, "cuda"), kernel="GluonHopperLinearKernel")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     with torch.inference_mode():

@@ -13,9 +13,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from bitline import types
-from bitline.kernels.hopper import heuristics, launch
-from bitline.kernels.hopper.device import gemv_mma, small_m_pipelined, wgmma_persistent
-from bitline.kernels.hopper.scheme import scheme_of
+from bitline.kernels.hopper.device.gemv_mma import gemv_mma
+from bitline.kernels.hopper.device.small_m_pipelined import small_m_pipelined
+from bitline.kernels.hopper.device.wgmma_persistent import wgmma_persistent
+from bitline.kernels.hopper.heuristics import SMALL_M_COSTS
+from bitline.kernels.hopper.launch import SMALL_M
+from bitline.kernels.hopper.plans import SmallMPlan, WgmmaPlan
+from bitline.kernels.hopper.scheme import dequant_scheme
 from bitline.types import LinearSpec
 
 BASE = LinearSpec(4096, 4096, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
@@ -43,7 +47,7 @@ SPECS = {
     "FP8": E4M3,
     "FP8 fp16": E4M3.replace(act_dtype=torch.float16),
 }
-ROWS = {
+BATCHES = {
     "g128": (1, 16, 17, 64, 256, 1024),
     "tall g128": (1, 16),
     "odd g128": (1, 16),
@@ -55,62 +59,70 @@ ROWS = {
 TOOLS = Path(triton.__path__[0]) / "backends/nvidia/bin"
 
 
-def built(kernel, pointers, constants, options):
+def build(kernel, pointers, constants, options):
     names = kernel.arg_names
     signature = {a: "constexpr" if a in constants else pointers.get(a, "i32") for a in names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(names) if pointers.get(a, "").startswith("*")}
     return triton.compile(GluonASTSource(kernel, signature, constants, attrs), target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def decode(spec, m, tile=None):
-    scheme = scheme_of(spec)
-    plan = launch._DecodePlan(spec, scheme, m, spec.bias, tile)
-    act = "*fp16" if scheme.half else "*bf16"
-    scale = "*fp32" if scheme.wide else "*i32"
+def small_m(spec, m, config=None):
+    """`gemv_mma` or `small_m_pipelined` for a layer, as a call with M would compile it."""
+    scheme = dequant_scheme(spec)
+    plan = SmallMPlan(spec, scheme, m, spec.bias, config)
+    act = "*fp16" if scheme.fp16 else "*bf16"
     pointers = {
         "x_ptr": act,
         "w_ptr": "*i32",
-        "s_ptr": scale,
-        "z_ptr": "*i16",
+        "scale_ptr": "*fp32" if scheme.fp32_scales else "*i32",
+        "zero_ptr": "*i16",
         "bias_ptr": act,
         "alpha_ptr": "*fp32",
-        "o_ptr": act,
-        "ws": "*fp32",
-        "flags": "*i32",
+        "y_ptr": act,
+        "partials_ptr": "*fp32",
+        "flags_ptr": "*i32",
     }
-    constants = dict(zip(("S", "G", "num_warps"), plan.constants, strict=True))
-    lanes = constants["G"]
-    weights = lanes.r * lanes.c * lanes.blocks * 32
-    kernel = small_m_pipelined.ring if lanes.depth else gemv_mma.decode
-    made = built(kernel, pointers, constants, plan.options)
-    claimed = plan.tile.shared_bytes(scheme, m)
-    assert claimed <= made.metadata.shared < claimed + 512, (claimed, made.metadata.shared)
-    return made, "HMMA", weights
+    constants = dict(zip(("scheme", "cfg", "num_warps"), plan.constants, strict=True))
+    cfg = constants["cfg"]
+    compiled = build(small_m_pipelined if cfg.stages else gemv_mma, pointers, constants, plan.options)
+    claimed = plan.config.smem_bytes(scheme, m)
+    assert claimed <= compiled.metadata.shared < claimed + 512, (claimed, compiled.metadata.shared)
+    compiled.instruction = "HMMA"
+    compiled.weights = cfg.n16_per_warp * cfg.k_tiles_per_iter * cfg.k_blocks_per_tile * 32  # of a thread, per iteration
+    return compiled
 
 
-def wide(spec, m):
-    scheme = scheme_of(spec)
-    plan = launch._WidePlan(spec, scheme, m, spec.bias, 132)
-    act = "fp16" if scheme.half else "bf16"
-    tile, (rows, words, entries, zeros) = plan.tile, plan.boxes
+def wgmma(spec, m):
+    """`wgmma_persistent` for a layer, as a call with M would compile it."""
+    scheme = dequant_scheme(spec)
+    plan = WgmmaPlan(spec, scheme, m, spec.bias, 132)
+    config, (rows, weight_columns, scale_columns, zero_columns) = plan.config, plan.weight_boxes
+    act = "fp16" if scheme.fp16 else "bf16"
 
-    def box(dtype, height, width, swizzle, bits):
+    def descriptor(dtype, height, width, swizzle, bits):
         shared = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
         return f"tensordesc<{dtype}[{height}, {width}],{shared!r}>"
 
+    extra = config.tile_m_extra
     pointers = {
-        "xd": box(act, tile.bm, 64, 128, 16), "xe": box(act, tile.bm2, 64, 128, 16) if tile.bm2 else "*i32",
-        "oe": box(act, plan.kept[1], 64, 128, 16) if tile.bm2 else "*i32", "wd": box("i32", rows, words, 0, 32),
-        "sd": box("fp32" if scheme.wide else "i32", rows, entries, 0, 32),
-        "zd": box("i16", rows, zeros, 0, 16) if scheme.zero else "*i32", "od": box(act, plan.kept[0], 64, 128, 16),
-        "ws": "*fp32", "flags": "*i32", "bias_ptr": "*" + act, "alpha_ptr": "*fp32",
+        "x_desc": descriptor(act, config.tile_m, 64, 128, 16),
+        "x_extra_desc": descriptor(act, extra, 64, 128, 16) if extra else "*i32",
+        "w_desc": descriptor("i32", rows, weight_columns, 0, 32),
+        "scale_desc": descriptor("fp32" if scheme.fp32_scales else "i32", rows, scale_columns, 0, 32),
+        "zero_desc": descriptor("i16", rows, zero_columns, 0, 16) if scheme.zero_points else "*i32",
+        "y_desc": descriptor(act, plan.store_rows[0], 64, 128, 16),
+        "y_extra_desc": descriptor(act, plan.store_rows[1], 64, 128, 16) if extra else "*i32",
+        "partials_ptr": "*fp32", "flags_ptr": "*i32", "bias_ptr": "*" + act, "alpha_ptr": "*fp32",
     }  # fmt: skip
-    constants = dict(zip(("S", "G"), plan.constants, strict=True))
-    return built(wgmma_persistent.wide, pointers, constants, plan.options), "HGMMA", tile.h * tile.mr * 32
+    constants = dict(zip(("scheme", "cfg"), plan.constants, strict=True))
+    compiled = build(wgmma_persistent, pointers, constants, plan.options)
+    compiled.instruction = "HGMMA"
+    compiled.weights = config.k_blocks_per_stage * config.n64_per_warpgroup * 32  # of a thread, per stage
+    return compiled
 
 
 def inner_loop(sass, instruction):
-    """Instructions of the shortest loop that holds `instruction`: the opcode of each."""
+    """Opcodes of the shortest loop with that instruction."""
     labels, code, found = {}, [], []
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
@@ -124,32 +136,37 @@ def inner_loop(sass, instruction):
     return [line.split()[line.startswith("@")] for line in min(found, key=len)] if found else []
 
 
-def report(label, kernel, instruction, weights):
-    found = {"kernel": label, "shared": kernel.metadata.shared, "weights": weights}
+def report(label, kernel):
+    found = {"kernel": label, "shared": kernel.metadata.shared, "weights": kernel.weights}
     text = kernel.asm["ptx"]
-    found["register_a"] = not re.search(r"wgmma\.mma_async\S+\s*\{[^}]*\}\s*,\s*%rd\d+\s*,\s*%rd", text)
+    found["a_in_registers"] = not re.search(r"wgmma\.mma_async\S+\s*\{[^}]*\}\s*,\s*%rd\d+\s*,\s*%rd", text)
     if (TOOLS / "cuobjdump").exists() and (TOOLS / "nvdisasm").exists():
         Path("kernel.cubin").write_bytes(kernel.asm["cubin"])
         usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", "kernel.cubin"], capture_output=True, text=True, check=True)
         registers = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
         sass = subprocess.run([TOOLS / "nvdisasm", "-c", "kernel.cubin"], capture_output=True, text=True, check=True).stdout
-        loop = inner_loop(sass, instruction)
+        loop = inner_loop(sass, kernel.instruction)
         found |= {"registers": int(registers[1]), "stack": int(registers[2]), "loop": len(loop)}
         count = Counter(op.split(".")[0] for op in loop)
-        found |= {"products": count[instruction], "spills": count["LDL"] + count["STL"]}
+        found |= {"mmas": count[kernel.instruction], "spills": count["LDL"] + count["STL"]}
     return found
 
 
-def main():
+def variants():
+    """(label, compiled kernel) of every variant, in a fixed order."""
     for label, spec in SPECS.items():
-        for m in ROWS.get(label, (1, 16, 64, 1024) if "g128" not in label else (1, 64)):
-            kernel, instruction, weights = (decode if m <= launch.DECODE_ROWS else wide)(spec, m)
-            print(json.dumps(report(f"{label} M={m}", kernel, instruction, weights)), flush=True)
+        for m in BATCHES.get(label, (1, 16, 64, 1024) if "g128" not in label else (1, 64)):
+            yield f"{label} M={m}", (small_m if m <= SMALL_M else wgmma)(spec, m)
     for spec in (BASE, SPECS["odd g128"]):
-        for mt, kinds in heuristics._FEW.items():
-            for tile in (k.tile for k in kinds if spec is BASE or (mt == 2 and k.tile.r in (1, 7))):
-                label = f"{'odd' if spec.k % 128 else 'even'} ring {tile.r} {tile.groups} {tile.warps} {tile.cut} M={8 * mt}"
-                print(json.dumps(report(label, *decode(spec, 8 * mt, tile))), flush=True)
+        for m8_tiles, rows in SMALL_M_COSTS.items():
+            for c in (row.config for row in rows if spec is BASE or (m8_tiles == 2 and row.config.n16_per_warp in (1, 7))):
+                shape = f"{c.n16_per_warp} {c.warps_per_k_slice} {c.num_warps} {c.split_k}"
+                yield f"{'odd' if spec.k % 128 else 'even'} pipelined {shape} M={8 * m8_tiles}", small_m(spec, 8 * m8_tiles, c)
+
+
+def main():
+    for label, kernel in variants():
+        print(json.dumps(report(label, kernel)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Weight-only linear for NVIDIA Hopper, in Gluon. `linear` is the kernel; only modules that end in `_device` import Triton."""
+"""Weight-only linear for NVIDIA Hopper, in Gluon. `linear` is the kernel; Triton is imported by `device` alone, on first use."""

@@ -1,91 +1,115 @@
-"""Calls of one layer in eager mode: what `launch.run` works out at every call is kept for each shape of x."""
+"""Eager-mode calls of one layer: the arguments of a launch are kept per shape of x, so that a call only fills in addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bitline.kernels.hopper import launch
+from bitline.kernels.hopper import launch, runtime
+from bitline.kernels.hopper.plans import SmallMPlan, WgmmaPlan
+from bitline.kernels.hopper.workspace import workspace
 from bitline.types import LinearSpec
 
 
-class Bound:
-    """x [..., K] to y [..., N], or None where `launch.run` is to be called.
+class _Launch(NamedTuple):
+    """A launch for one shape of x.
 
-    That is for a shape that it has not run yet, an x that must be copied first, one of another dtype or device, and a layer
-    that takes more than one launch.
+    launch, packs_args, head: see `runtime.Binary`. plan: where tensor maps or a workspace are needed, else None. middle, tail:
+    the kernel's arguments after x, and after y and the workspace.
+    """
 
-    An entry holds addresses of the weight's tensors, which are held here too; one that was moved ends the entries' use.
+    launch: Any
+    packs_args: bool
+    num_ctas: int
+    head: tuple[Any, ...]
+    y_shape: tuple[int, ...]
+    y_strides: tuple[int, ...]
+    plan: SmallMPlan | WgmmaPlan | None
+    middle: tuple[Any, ...]
+    tail: tuple[Any, ...]
+
+
+class EagerLinear:
+    """x [..., K] to y [..., N], or None where `launch.run` must be called.
+
+    That is: a shape not run before, an x that must be copied first, another dtype or device, a layer that needs several launches,
+    and a weight whose storage has moved, since entries hold its addresses. The weight's tensors are kept alive here.
     """
 
     def __init__(self, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> None:
-        self.given = packed, bias, spec
-        self.words, self.dtype, self.index, self.address = packed[0], spec.act_dtype, packed[0].get_device(), packed[0].data_ptr()
-        self.new = launch._new()
-        self.entries: dict[torch.Size, tuple[Any, ...]] = {}
+        self.layer = packed, bias, spec
+        self.weight, self.dtype, self.device = packed[0], spec.act_dtype, packed[0].get_device()
+        self.weight_address = packed[0].data_ptr()
+        self.empty = runtime.fast_empty()
+        self.launches: dict[torch.Size, _Launch | None] = {}  # None: `launch.run`
 
     def __reduce__(self) -> Any:
-        return Bound, self.given  # a copy has its own tensors
+        return EagerLinear, self.layer  # a copy has its own tensors
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """See the class."""
-        entry = self.entries.get(x.shape)
-        if not entry:
-            if entry is None:
-                self._learn(x)
+        entry = self.launches.get(x.shape)
+        if entry is None:
+            if x.shape not in self.launches:
+                self._record(x)
             return None
-        start = x.data_ptr()
+        x_address = x.data_ptr()
         if (
-            start & 15 or x.dtype is not self.dtype or x.get_device() != self.index or not x.is_contiguous()
-            or self.words.data_ptr() != self.address
+            x_address & 15 or x.dtype is not self.dtype or x.get_device() != self.device or not x.is_contiguous()
+            or self.weight.data_ptr() != self.weight_address
         ):  # fmt: skip
             return None
-        run, grouped, programs, head, shape, strides, plan, middle, tail = entry
-        y: Tensor = self.new(shape, strides, self.dtype)
-        stream = launch._raw_stream(self.index)
+        run, packs_args, num_ctas, head, y_shape, y_strides, plan, middle, tail = entry
+        y: Tensor = self.empty(y_shape, y_strides, self.dtype)
+        stream = runtime.raw_stream(self.device)
         if plan is None:
-            arguments = (start, *middle, y.data_ptr(), *tail)
+            args = (x_address, *middle, y.data_ptr(), *tail)
         else:
-            parts, flags = launch._workspace(x, plan.scratch, stream) if plan.scratch else (0, 0)
-            arguments = (*plan.input_maps(start), *middle, *plan.output_maps(y.data_ptr()), parts, flags, *tail)
-        if grouped:
-            run(programs, 1, 1, stream, *head, arguments)
+            partials, flags = workspace(x, plan.workspace_size, stream) if plan.workspace_size else (0, 0)
+            args = (*plan.x_args(x_address), *middle, *plan.y_args(y.data_ptr()), partials, flags, *tail)
+        if packs_args:
+            run(num_ctas, 1, 1, stream, *head, args)
         else:
-            run(programs, 1, 1, stream, *head, *arguments)
+            run(num_ctas, 1, 1, stream, *head, *args)
         return y
 
-    def _learn(self, x: Tensor) -> None:
-        """Make the entry of a shape, where its kernel has been compiled; an empty one where there is none."""
-        packed, bias, spec = self.given
-        if x.dim() == 0 or x.shape[-1] != spec.k or x.dtype is not self.dtype or x.numel() == 0 or x.get_device() != self.index:
+    def _record(self, x: Tensor) -> None:
+        """Make the entry of a shape, once its kernel is compiled."""
+        _packed, bias, spec = self.layer
+        if x.dim() == 0 or x.shape[-1] != spec.k or x.dtype is not self.dtype or x.numel() == 0 or x.get_device() != self.device:
             return
+        plan = launch.plan_of(spec, x.numel() // spec.k, bias is not None, self.device)
+        if plan.find_binary(self.device) is None:
+            return
+        if len(self.launches) >= 256:
+            self.launches.clear()
+        self.launches[x.shape] = self._launch(x, plan)
+
+    def _launch(self, x: Tensor, plan: SmallMPlan | WgmmaPlan) -> _Launch | None:
+        """The entry, or None where a call takes more than one launch."""
+        (weight, scale, zero, alpha, perm), bias, spec = self.layer
         m, n, k = x.numel() // spec.k, spec.n, spec.k
-        plan = launch.plan_of(spec, m, bias is not None, self.index)
-        binary = plan.known(self.index)
-        if binary is None:
-            return
-        if len(self.entries) >= 256:
-            self.entries.clear()
-        words, scale, zero, alpha, perm = packed
-        biased = 0 if bias is None else bias.data_ptr()
-        if perm.numel() or k % 8 or (k % 64 and plan.pads) or biased % 16:
-            self.entries[x.shape] = ()
-            return
+        bias_address = 0 if bias is None else bias.data_ptr()
+        if perm.numel() or k % 8 or (k % 64 and plan.pads_k) or bias_address % 16:
+            return None
         middle: tuple[Any, ...]
         tail: tuple[Any, ...]
-        maps: Any
-        if isinstance(plan, launch._DecodePlan):
-            middle = (words.data_ptr(), scale.data_ptr(), zero.data_ptr(), biased, alpha.data_ptr())
-            tail, maps = (*(() if plan.scratch else plan.space), m, n, k, *plan.tail), plan if plan.scratch else None
+        keep: SmallMPlan | WgmmaPlan | None
+        if isinstance(plan, SmallMPlan):
+            middle = (weight.data_ptr(), scale.data_ptr(), zero.data_ptr(), bias_address, alpha.data_ptr())
+            tail = (*(() if plan.workspace_size else plan.no_workspace), m, n, k, *plan.tail)
+            keep = plan if plan.workspace_size else None
         elif n % 8:
-            self.entries[x.shape] = ()
-            return
+            return None
         else:
-            middle, tail, maps = plan.weight_maps(words, scale, zero), (biased, alpha.data_ptr(), *plan.tail), plan
-        shape = (*x.shape[:-1], n)
-        strides = torch.empty(shape, device="meta").stride()
-        head = binary.head
-        self.entries[x.shape] = (binary.launch, binary.grouped, plan.programs, head, shape, strides, maps, middle, tail)
+            middle, tail, keep = plan.weight_args(weight, scale, zero), (bias_address, alpha.data_ptr(), *plan.tail), plan
+        y_shape = (*x.shape[:-1], n)
+        y_strides = torch.empty(y_shape, device="meta").stride()
+        binary = plan.binary
+        assert binary is not None
+        return _Launch(
+            binary.launch, binary.packs_args, plan.num_ctas, binary.head, y_shape, y_strides, keep, middle, tail
+        )  # fmt: skip

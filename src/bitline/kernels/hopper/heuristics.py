@@ -1,4 +1,4 @@
-"""Tiles of the Hopper kernels: chosen by rules and a cost model whose numbers were measured on an H200. No call ever tunes."""
+"""Which config a layer gets for a given M: rules, and cost models fitted to times measured on an H200. No call ever autotunes."""
 
 from __future__ import annotations
 
@@ -6,315 +6,289 @@ import functools
 import math
 from typing import NamedTuple
 
-from bitline.kernels.hopper.scheme import Scheme
+from bitline.kernels.hopper.config import MAX_FLAGS, SmallMConfig, WgmmaConfig
+from bitline.kernels.hopper.scheme import DequantScheme
 
-SHARED = 226 * 1024  # bytes that a program may take, less what barriers do
-FLAGS = 1024  # int32 of a launch, that count the parts of cut tiles
+# ---- M <= 32: gemv_mma and small_m_pipelined ---------------------------------------------------------------------------
 
 
-class Decode(NamedTuple):
-    """Up to 32 rows of x. r: 16-row tiles of W of a warp. c: units of a warp's step. registers: a cap, 0 for none.
+class SmallMCost(NamedTuple):
+    """Time of a pipelined config, linear in the work of an SM.
 
-    depth: steps of the ring in shared memory, 0 for words in registers. groups: warps that share x, with r tiles each.
-    ring_x: x goes through the ring as well. swap: see `decode_device`; only with words in registers. early: see
-    `ring_device`. cut: programs that share K of the same rows.
+    ctas_per_sm: the row holds where the busiest SM has exactly so many CTAs; 0: three waves or more, of one CTA each.
+    fixed_us: us of a launch. ns_per_block: ns per 16 x 128 block of W that the busiest SM works on.
     """
 
-    r: int
-    c: int
-    warps: int
-    registers: int = 0
-    depth: int = 0
-    groups: int = 1
-    ring_x: bool = False
-    swap: bool = False
-    early: bool = False
-    cut: int = 1
-
-    def shared_bytes(self, scheme: Scheme, m: int) -> int:
-        """Shared memory of a program: the ring, or the sums of its warps."""
-        mt = -(-m // 8)
-        sums = 512 * self.warps * self.r * mt
-        if not self.depth:
-            return sums
-        blocks = 2 if scheme.per == 2 else scheme.blocks  # as `launch` sees to
-        tables = (blocks * scheme.fine if scheme.fine > 1 else 1) if scheme.per else 0
-        tile = 512 * blocks * scheme.width // 4 + tables * ((64 if scheme.wide else 32) + (16 if scheme.zero else 0))
-        step = self.groups * self.r * tile + (1024 * mt * blocks if self.ring_x else 0)
-        return max(self.warps // self.groups * self.depth * -(-step // 128) * 128, sums)
-
-    def fitted(self, scheme: Scheme, m: int, each: int = 1) -> Decode | None:
-        """The same with as many steps as `each` programs on a multiprocessor have room for; None where two are too many."""
-        tile = self
-        while tile.shared_bytes(scheme, m) + 1024 > (SHARED + 1024) // each:
-            if tile.depth <= 2:
-                return None
-            tile = tile._replace(depth=tile.depth - 1)
-        return tile._replace(early=tile.early and tile.depth > 2)
+    config: SmallMConfig
+    ctas_per_sm: int
+    fixed_us: float
+    ns_per_block: float
 
 
-class Wide(NamedTuple):
-    """bm: rows of x. h: blocks of 64 columns in a stage. mr: blocks of 64 rows of W for a warpgroup. p: programs.
-
-    gn: tiles along N that are worked on together, for the cache. pdl: start before the kernel before has ended. nb: warpgroups.
-    bm2: further rows of x, as a second product; 0 for none. each: programs that share a multiprocessor. turns: warpgroups
-    multiply one after the other, and decode meanwhile. halves: where all cut tiles have as many programs, two or four of these
-    add up a half or a quarter each.
-    """
-
-    bm: int
-    h: int
-    stages: int
-    mr: int
-    p: int
-    gn: int
-    pdl: bool
-    nb: int = 2
-    bm2: int = 0
-    each: int = 1
-    turns: bool = False
-    halves: bool = False
-
-    @property
-    def registers(self) -> tuple[int, int, int]:
-        """Of a thread at the start (0: all there are), of one that multiplies and of one that brings tiles."""
-        if self.each == 2:
-            return 80, 104, 32
-        return (0, 112, 24) if self.nb == 4 else (0, 232, 40)
-
-    def shared_bytes(self, scheme: Scheme) -> int:
-        """Shared memory of a program, but for some barriers: the ring of stages, and the tile of y."""
-        entries = ((16 if scheme.wide else 8) + (4 if scheme.zero else 0)) * scheme.fine
-        weights = self.nb * self.mr * 16 * (128 * scheme.width // 4 + entries)
-        return self.stages * self.h * ((self.bm + self.bm2) * 128 + weights) + self.nb * self.mr * self.bm * 128
-
-    def fitted(self, scheme: Scheme) -> Wide:
-        """The same with as many stages as there is room for."""
-        tile = self
-        while tile.shared_bytes(scheme) > SHARED // self.each:
-            tile = tile._replace(stages=tile.stages - 1)
-        return tile
+def _pipelined(
+    n16: int, warps_per_k_slice: int, warps: int, stages: int, pdl_early: bool = True, split_k: int = 1
+) -> SmallMConfig:  # fmt: skip
+    """A config with x staged in shared memory."""
+    return SmallMConfig(
+        n16_per_warp=n16, k_tiles_per_iter=1, num_warps=warps, stages=stages, warps_per_k_slice=warps_per_k_slice, stage_x=True,
+        pdl_early=pdl_early and stages > 2, split_k=split_k,
+    )  # fmt: skip
 
 
-class _Few(NamedTuple):
-    """A tile through the ring: programs on a multiprocessor (0: one after the other), us, and ns for each of its multiprocessor's
-    units of 16 rows and 128 columns."""
-
-    tile: Decode
-    each: int
-    fixed: float
-    unit: float
-
-
-def _ring(r: int, groups: int, warps: int, depth: int, early: bool = True, cut: int = 1) -> Decode:
-    return Decode(r, 1, warps, 0, depth, groups, True, early=early and depth > 2, cut=cut)
-
-
-# By 8-row tiles of x; the fastest of two hundred tiles where they had just as many programs, lines through one to three timings
-# each, with symmetric 4 bits in groups of 128 columns.
-_FEW = {
+# By ceil(M / 8). Of two hundred configs the fastest where the busiest SM had as many CTAs; lines through one to three timings
+# each, W4A16 in scale blocks of 128.
+SMALL_M_COSTS = {
     1: (
-        _Few(_ring(3, 1, 8, 3), 1, 2.8, 25.5),
-        _Few(_ring(5, 1, 8, 2), 1, 2.8, 29.2),
-        _Few(_ring(7, 1, 8, 2), 1, 2.8, 30.6),
-        _Few(_ring(5, 2, 8, 3), 1, 2.8, 29.1),
-        _Few(_ring(6, 2, 8, 3), 1, 2.8, 30.0),
-        _Few(_ring(3, 1, 8, 2), 2, 2.8, 26.5),
-        _Few(_ring(4, 1, 8, 2), 2, 2.8, 28.4),
+        SmallMCost(_pipelined(3, 1, 8, 3), 1, 2.8, 25.5),
+        SmallMCost(_pipelined(5, 1, 8, 2), 1, 2.8, 29.2),
+        SmallMCost(_pipelined(7, 1, 8, 2), 1, 2.8, 30.6),
+        SmallMCost(_pipelined(5, 2, 8, 3), 1, 2.8, 29.1),
+        SmallMCost(_pipelined(6, 2, 8, 3), 1, 2.8, 30.0),
+        SmallMCost(_pipelined(3, 1, 8, 2), 2, 2.8, 26.5),
+        SmallMCost(_pipelined(4, 1, 8, 2), 2, 2.8, 28.4),
     ),
     2: (
-        _Few(_ring(2, 1, 4, 4), 1, 0.97, 65.0),
-        _Few(_ring(1, 2, 8, 4), 1, 1.5, 56.5),
-        _Few(_ring(3, 1, 8, 2), 1, 2.8, 39.6),
-        _Few(_ring(1, 4, 16, 3), 1, 1.76, 42.0),
-        _Few(_ring(2, 2, 8, 3), 1, 2.3, 40.4),
-        _Few(_ring(5, 1, 4, 3), 1, 2.8, 39.8),
-        _Few(_ring(3, 2, 8, 3), 1, 2.8, 33.4),
-        _Few(_ring(2, 4, 8, 4), 1, 2.8, 35.2),
-        _Few(_ring(5, 2, 8, 3), 1, 2.8, 34.9),
-        _Few(_ring(2, 2, 4, 3, False), 2, 2.8, 36.2),
-        _Few(_ring(3, 2, 4, 4), 2, 2.8, 34.6),
-        _Few(_ring(7, 1, 4, 2), 2, 2.8, 37.1),
-        _Few(_ring(2, 4, 8, 3, False), 2, 2.8, 34.6),
-        _Few(_ring(7, 2, 4, 3), 2, 2.8, 35.9),
-        _Few(_ring(3, 4, 8, 3), 0, 2.8, 35.5),
-        _Few(_ring(2, 4, 8, 3), 0, 2.8, 37.0),
-        _Few(_ring(2, 4, 8, 3, cut=4), 2, 3.6, 37.3),
+        SmallMCost(_pipelined(2, 1, 4, 4), 1, 0.97, 65.0),
+        SmallMCost(_pipelined(1, 2, 8, 4), 1, 1.5, 56.5),
+        SmallMCost(_pipelined(3, 1, 8, 2), 1, 2.8, 39.6),
+        SmallMCost(_pipelined(1, 4, 16, 3), 1, 1.76, 42.0),
+        SmallMCost(_pipelined(2, 2, 8, 3), 1, 2.3, 40.4),
+        SmallMCost(_pipelined(5, 1, 4, 3), 1, 2.8, 39.8),
+        SmallMCost(_pipelined(3, 2, 8, 3), 1, 2.8, 33.4),
+        SmallMCost(_pipelined(2, 4, 8, 4), 1, 2.8, 35.2),
+        SmallMCost(_pipelined(5, 2, 8, 3), 1, 2.8, 34.9),
+        SmallMCost(_pipelined(2, 2, 4, 3, pdl_early=False), 2, 2.8, 36.2),
+        SmallMCost(_pipelined(3, 2, 4, 4), 2, 2.8, 34.6),
+        SmallMCost(_pipelined(7, 1, 4, 2), 2, 2.8, 37.1),
+        SmallMCost(_pipelined(2, 4, 8, 3, pdl_early=False), 2, 2.8, 34.6),
+        SmallMCost(_pipelined(7, 2, 4, 3), 2, 2.8, 35.9),
+        SmallMCost(_pipelined(3, 4, 8, 3), 0, 2.8, 35.5),
+        SmallMCost(_pipelined(2, 4, 8, 3), 0, 2.8, 37.0),
+        SmallMCost(_pipelined(2, 4, 8, 3, split_k=4), 2, 3.6, 37.3),
     ),
     3: (
-        _Few(_ring(2, 1, 4, 3), 1, 1.1, 76.5),
-        _Few(_ring(1, 2, 8, 4, False), 1, 1.6, 67.5),
-        _Few(_ring(3, 1, 4, 3), 1, 2.6, 54.6),
-        _Few(_ring(1, 1, 8, 2), 1, 2.0, 89.0),
-        _Few(_ring(2, 2, 8, 3), 1, 2.1, 48.0),
-        _Few(_ring(3, 2, 8, 3), 1, 2.8, 44.0),
-        _Few(_ring(5, 2, 8, 2), 1, 2.8, 44.2),
-        _Few(_ring(5, 1, 4, 2), 1, 2.8, 48.5),
-        _Few(_ring(2, 4, 8, 3), 1, 2.8, 41.1),
-        _Few(_ring(7, 2, 8, 2), 1, 2.8, 48.6),
-        _Few(_ring(2, 4, 16, 2, cut=4), 1, 2.8, 51.8),
-        _Few(_ring(2, 4, 8, 2, cut=4), 2, 4.5, 44.5),
-        _Few(_ring(1, 2, 8, 3, cut=4), 1, 2.8, 83.0),
+        SmallMCost(_pipelined(2, 1, 4, 3), 1, 1.1, 76.5),
+        SmallMCost(_pipelined(1, 2, 8, 4, pdl_early=False), 1, 1.6, 67.5),
+        SmallMCost(_pipelined(3, 1, 4, 3), 1, 2.6, 54.6),
+        SmallMCost(_pipelined(1, 1, 8, 2), 1, 2.0, 89.0),
+        SmallMCost(_pipelined(2, 2, 8, 3), 1, 2.1, 48.0),
+        SmallMCost(_pipelined(3, 2, 8, 3), 1, 2.8, 44.0),
+        SmallMCost(_pipelined(5, 2, 8, 2), 1, 2.8, 44.2),
+        SmallMCost(_pipelined(5, 1, 4, 2), 1, 2.8, 48.5),
+        SmallMCost(_pipelined(2, 4, 8, 3), 1, 2.8, 41.1),
+        SmallMCost(_pipelined(7, 2, 8, 2), 1, 2.8, 48.6),
+        SmallMCost(_pipelined(2, 4, 16, 2, split_k=4), 1, 2.8, 51.8),
+        SmallMCost(_pipelined(2, 4, 8, 2, split_k=4), 2, 4.5, 44.5),
+        SmallMCost(_pipelined(1, 2, 8, 3, split_k=4), 1, 2.8, 83.0),
     ),
     4: (
-        _Few(_ring(1, 1, 8, 2), 1, 1.43, 127.5),
-        _Few(_ring(2, 1, 8, 2), 1, 1.25, 96.0),
-        _Few(_ring(1, 2, 8, 3, cut=4), 1, 2.8, 117.0),
+        SmallMCost(_pipelined(1, 1, 8, 2), 1, 1.43, 127.5),
+        SmallMCost(_pipelined(2, 1, 8, 2), 1, 1.25, 96.0),
+        SmallMCost(_pipelined(1, 2, 8, 3, split_k=4), 1, 2.8, 117.0),
     ),
 }
 
 
-def _cheapest(m: int, tiles: int, blocks: int, scheme: Scheme, sms: int) -> tuple[float, Decode | None]:
-    """(us, tile) of the cheapest tile through the ring; infinity where none is for so many rows of W."""
-    best: tuple[float, Decode | None] = (math.inf, None)
-    units = -(-blocks // 2)
-    for kind in _FEW[-(-m // 8)]:
-        tile = kind.tile.fitted(scheme, m, kind.each or 2)
-        size = kind.tile.r * kind.tile.groups
-        if tile is None or size > tiles:
+def _cheapest_pipelined(
+    m: int, n16_tiles: int, k_blocks: int, scheme: DequantScheme, sms: int
+) -> tuple[float, SmallMConfig | None]:  # fmt: skip
+    """(us, config) of the cheapest pipelined config; (infinity, None) where no row of the table holds."""
+    best: tuple[float, SmallMConfig | None] = (math.inf, None)
+    k128_blocks = -(-k_blocks // 2)
+    for row in SMALL_M_COSTS[-(-m // 8)]:
+        config = row.config.fit_stages(scheme, m, row.ctas_per_sm or 2)
+        n16_per_cta = row.config.n16_per_cta
+        if config is None or n16_per_cta > n16_tiles:
             continue
-        programs = -(-tiles // size) * tile.cut
-        shares = tile.warps // tile.groups
-        rounds: float = -(-programs // sms)
-        if kind.each == 0:
-            if rounds < 3:
+        num_ctas = -(-n16_tiles // n16_per_cta) * config.split_k
+        waves: float = -(-num_ctas // sms)
+        if row.ctas_per_sm == 0:
+            if waves < 3:
                 continue
-            rounds = programs / sms + 2 / 3
-        elif rounds != kind.each or units < shares * tile.cut:
+            waves = num_ctas / sms + 2 / 3
+        elif waves != row.ctas_per_sm or k128_blocks < config.k_slices * config.split_k:
             continue
-        us = kind.fixed + 1e-3 * kind.unit * rounds * size * shares * -(-units // (shares * tile.cut))
+        k_slices = config.k_slices
+        iterations = -(-k128_blocks // (k_slices * config.split_k))
+        us = row.fixed_us + 1e-3 * row.ns_per_block * waves * n16_per_cta * k_slices * iterations
         if us < best[0]:
-            best = (us, tile)
+            best = (us, config)
     return best
 
 
-def few_tile(m: int, tiles: int, n: int, k: int, scheme: Scheme, sms: int = 132) -> Decode | None:
-    """The tile for 17 to 32 rows of x, where it is cheaper than any for more."""
-    if scheme.fine == 1 and scheme.per % 2 and tiles > 2 * sms:
-        return None  # units of 64 columns
-    us, tile = _cheapest(m, tiles, -(-k // 64), scheme, sms)
-    wide = wide_tile(m, n, k, sms)
-    return tile if us < _cost(wide, _COSTS[wide._replace(p=0)], m, n, k) else None
+def small_m_config_if_faster(
+    m: int, n16_tiles: int, n: int, k: int, scheme: DequantScheme, sms: int = 132
+) -> SmallMConfig | None:  # fmt: skip
+    """The config for 17 <= M <= 32, or None where the wgmma kernel is estimated to be as fast."""
+    if scheme.scales_per_k_block == 1 and scheme.k_blocks_per_scale % 2 and n16_tiles > 2 * sms:
+        return None  # K tiles of 64 columns
+    us, config = _cheapest_pipelined(m, n16_tiles, -(-k // 64), scheme, sms)
+    wgmma = wgmma_config(m, n, k, sms)
+    return config if us < _wgmma_us(wgmma, WGMMA_COSTS[wgmma._replace(num_ctas=0)], m, n, k) else None
 
 
 @functools.lru_cache(maxsize=4096)
-def decode_tile(m: int, tiles: int, blocks: int, scheme: Scheme, even: bool, sms: int = 132) -> Decode:
-    """For up to 16 rows of x, `tiles` 16-row tiles of W and `blocks` of 64 columns; even: K is a multiple of 128.
+def small_m_config(m: int, n16_tiles: int, k_blocks: int, scheme: DequantScheme, even_k: bool, sms: int = 132) -> SmallMConfig:
+    """The config for M <= 16. n16_tiles: 16-row tiles of W. even_k: K is a multiple of 128.
 
-    Words in registers where they come as fast, as many warps a program as one wave of programs leaves room for; else the
-    cheapest tile through the ring.
+    `gemv_mma` where loads to registers keep up with memory, with as many warps per CTA as one wave of CTAs leaves room for;
+    else the cheapest pipelined config.
     """
-    few, waves = m <= 8, tiles / (2 * sms)  # waves: of programs with two tiles, one for each multiprocessor
-    plain = scheme.width == 4 and scheme.fine == 1  # few registers
-    whole = scheme.blocks == 2  # units of 128 columns
+    waves = n16_tiles / (2 * sms)  # of CTAs with two tiles, one CTA per SM
     if waves <= 0.5:
-        if not few and scheme.usual and even and blocks >= 64:
-            return Decode(1, 1, 16, 0, 2)
-        return Decode(1, 2, 16) if few and plain else Decode(1, 1, 16)
-    found: Decode | None = None
-    if not few:
-        if waves > 1 or not even or blocks < 64 or (scheme.width == 8 and blocks <= 80) or (plain and not whole):
-            found = _cheapest(m, tiles, blocks, scheme, sms)[1]
-        if not found and waves <= 1:
-            return Decode(2, 1, 16, swap=plain and whole and even)
-        return found or Decode(2, 1, 8 if waves <= 2.5 else 4, 128 if whole or waves <= 2.5 else 72)
+        return _half_wave_config(m, k_blocks, scheme, even_k)
+    if m > 8:
+        return _config_up_to_16(m, n16_tiles, k_blocks, waves, scheme, even_k, sms)
+    return _config_up_to_8(m, n16_tiles, k_blocks, waves, scheme, even_k, sms)
+
+
+def _few_registers(scheme: DequantScheme) -> bool:
+    """Dequantizing a K tile takes few registers: 4-bit codes, at most one scale per K block."""
+    return scheme.bits == 4 and scheme.scales_per_k_block == 1
+
+
+def _half_wave_config(m: int, k_blocks: int, scheme: DequantScheme, even_k: bool) -> SmallMConfig:
+    """One tile per CTA."""
+    if m > 8 and scheme.is_w4_g128_bf16 and even_k and k_blocks >= 64:
+        return SmallMConfig(1, 1, 16, stages=2)
+    return SmallMConfig(1, 2, 16) if m <= 8 and _few_registers(scheme) else SmallMConfig(1, 1, 16)
+
+
+def _config_up_to_8(
+    m: int, n16_tiles: int, k_blocks: int, waves: float, scheme: DequantScheme, even_k: bool, sms: int
+) -> SmallMConfig:  # fmt: skip
+    """M <= 8, more than half a wave."""
+    found: SmallMConfig | None = None
     if waves <= 1:
-        found = Decode(1, 1, 16, 0, 2) if scheme.usual and even and blocks > 80 else _ring(1, 2, 16, 3, False).fitted(scheme, m)
-        return found or Decode(1, 1, 16)
-    if waves <= 1.5 or 2 < waves <= (6 if even and scheme.width == 4 else 2.5):
-        found = _cheapest(m, tiles, blocks, scheme, sms)[1]
-    elif not even:
-        found = _ring(2, 2, 8, 4, False).fitted(scheme, m)
+        if scheme.is_w4_g128_bf16 and even_k and k_blocks > 80:
+            return SmallMConfig(1, 1, 16, stages=2)
+        return _pipelined(1, 2, 16, 3, pdl_early=False).fit_stages(scheme, m) or SmallMConfig(1, 1, 16)
+    if waves <= 1.5 or 2 < waves <= (6 if even_k and scheme.bits == 4 else 2.5):
+        found = _cheapest_pipelined(m, n16_tiles, k_blocks, scheme, sms)[1]
+    elif not even_k:
+        found = _pipelined(2, 2, 8, 4, pdl_early=False).fit_stages(scheme, m)
     if found:
         return found
     if waves <= 2.5:
-        return Decode(2, 2 if plain and blocks // scheme.blocks >= 128 else 1, 8, 128)
-    if scheme.width == 8:
-        return Decode(1, 2, 4)
-    return Decode(2, 1, 4, 0 if scheme.bias else 72)
+        long_k = k_blocks // scheme.k_blocks_per_tile >= 128
+        return SmallMConfig(2, 2 if _few_registers(scheme) and long_k else 1, 8, max_registers=128)
+    if scheme.bits == 8:
+        return SmallMConfig(1, 2, 4)
+    return SmallMConfig(2, 1, 4, max_registers=0 if scheme.scale_exponent_bias else 72)
 
 
-class _Cost(NamedTuple):
-    """Microseconds: of a launch, of 64 columns of a tile, of writing a tile, of a cut tile, of each program in one; the last
-    two where several of these add it up (`Wide.halves`)."""
+def _config_up_to_16(
+    m: int, n16_tiles: int, k_blocks: int, waves: float, scheme: DequantScheme, even_k: bool, sms: int
+) -> SmallMConfig:  # fmt: skip
+    """9 <= M <= 16, more than half a wave."""
+    found: SmallMConfig | None = None
+    k128_tiles = scheme.k_blocks_per_tile == 2
+    short_w8 = scheme.bits == 8 and k_blocks <= 80
+    if waves > 1 or not even_k or k_blocks < 64 or short_w8 or (_few_registers(scheme) and not k128_tiles):
+        found = _cheapest_pipelined(m, n16_tiles, k_blocks, scheme, sms)[1]
+    if found:
+        return found
+    if waves <= 1:
+        return SmallMConfig(2, 1, 16, stagger_x_loads=_few_registers(scheme) and k128_tiles and even_k)
+    return SmallMConfig(2, 1, 8 if waves <= 2.5 else 4, max_registers=128 if k128_tiles or waves <= 2.5 else 72)
+
+
+# ---- M > 16: wgmma_persistent ------------------------------------------------------------------------------------------
+
+
+class WgmmaCost(NamedTuple):
+    """Microseconds: fixed per launch; per K block of a tile; per tile stored; per stream-K tile and per CTA of it, and the last
+    two again for a distributed split-K reduction (`WgmmaConfig.split_reduce`)."""
 
     fixed: float
-    block: float
+    k_block: float
     tile: float
-    cut: float
-    part: float
-    even: float = 0.0
-    even_part: float = 0.0
+    stream_k: float
+    stream_k_cta: float
+    split_reduce: float = 0.0
+    split_reduce_cta: float = 0.0
 
 
-# Least squares, up to 96 rows over 380 timings of ten layers: within 3 to 8 % of them in the median, and the cheapest by this
-# model is on average 1.4 % slower than the fastest that was timed. Above that over timings before codes were taken as bits of
-# bfloat16 (`ptx.unit`), and 64 columns as much cheaper as they were where the tile was timed again.
-_COSTS = {
-    Wide(32, 2, 4, 1, 0, 8, True): _Cost(3.415, 0.186, 0.0, 0.0, 0.121),
-    Wide(32, 2, 4, 1, 0, 8, True, each=2): _Cost(3.565, 0.304, 0.0, 0.0, 0.169),
-    Wide(32, 2, 4, 1, 0, 8, True, 4): _Cost(4.200, 0.284, 0.0, 0.0, 0.224),
-    Wide(64, 2, 4, 1, 0, 8, True): _Cost(3.892, 0.232, 0.0, 0.0, 0.258),
-    Wide(64, 2, 3, 1, 0, 8, True, each=2): _Cost(1.521, 0.438, 0.0, 3.164, 0.286),
-    Wide(64, 2, 3, 1, 0, 8, True, 4): _Cost(3.502, 0.381, 0.0, 1.681, 0.443),
-    Wide(64, 2, 4, 2, 0, 8, True): _Cost(2.036, 0.413, 0.0, 3.755, 0.506),
-    Wide(64, 2, 4, 1, 0, 8, True, bm2=32): _Cost(4.134, 0.302, 0.0, 0.0, 0.417),
-    Wide(64, 2, 4, 1, 0, 8, True, 4, 32): _Cost(2.515, 0.544, 0.0, 4.503, 0.650),
-    Wide(128, 2, 4, 1, 0, 8, True, turns=True, halves=True): _Cost(1.466, 0.333, 0.0, 2.445, 0.994, 1.969, 0.987),
-    Wide(128, 2, 3, 1, 0, 8, True, bm2=32, turns=True, halves=True): _Cost(2.305, 0.389, 1.382, 2.890, 0.865, 1.963, 0.835),
-    Wide(128, 2, 3, 1, 0, 8, True, bm2=64, turns=True, halves=True): _Cost(0.381, 0.488, 0.061, 4.346, 1.065, 2.813, 0.819),
-    Wide(256, 1, 4, 1, 0, 32, True, turns=True, halves=True): _Cost(2.331, 0.613, 0.315, 5.410, 0.693, 2.627, 0.732),
-    Wide(256, 1, 3, 1, 0, 8, True, bm2=64, turns=True, halves=True): _Cost(3.587, 0.761, 0.0, 5.381, 0.849, 2.469, 0.666),
+_PINGPONG = WgmmaConfig(tile_m=128, pingpong=True, split_reduce=True)
+
+# Least squares; up to M=96 over 380 timings of ten layers: within 3 to 8 % of them in the median, and the cheapest by this model
+# is on average 1.4 % slower than the fastest that was timed. Above M=96 over timings with another dequantization (codes not taken
+# as bits of bfloat16, see `ptx.fragment_exponent_bias`), k_block scaled down where a config was timed again.
+WGMMA_COSTS = {
+    WgmmaConfig(32): WgmmaCost(3.415, 0.186, 0.0, 0.0, 0.121),
+    WgmmaConfig(32, ctas_per_sm=2): WgmmaCost(3.565, 0.304, 0.0, 0.0, 0.169),
+    WgmmaConfig(32, num_consumer_warpgroups=4): WgmmaCost(4.200, 0.284, 0.0, 0.0, 0.224),
+    WgmmaConfig(64): WgmmaCost(3.892, 0.232, 0.0, 0.0, 0.258),
+    WgmmaConfig(64, stages=3, ctas_per_sm=2): WgmmaCost(1.521, 0.438, 0.0, 3.164, 0.286),
+    WgmmaConfig(64, stages=3, num_consumer_warpgroups=4): WgmmaCost(3.502, 0.381, 0.0, 1.681, 0.443),
+    WgmmaConfig(64, n64_per_warpgroup=2): WgmmaCost(2.036, 0.413, 0.0, 3.755, 0.506),
+    WgmmaConfig(64, tile_m_extra=32): WgmmaCost(4.134, 0.302, 0.0, 0.0, 0.417),
+    WgmmaConfig(64, num_consumer_warpgroups=4, tile_m_extra=32): WgmmaCost(2.515, 0.544, 0.0, 4.503, 0.650),
+    _PINGPONG: WgmmaCost(1.466, 0.333, 0.0, 2.445, 0.994, 1.969, 0.987),
+    _PINGPONG._replace(stages=3, tile_m_extra=32): WgmmaCost(2.305, 0.389, 1.382, 2.890, 0.865, 1.963, 0.835),
+    _PINGPONG._replace(stages=3, tile_m_extra=64): WgmmaCost(0.381, 0.488, 0.061, 4.346, 1.065, 2.813, 0.819),
+    _PINGPONG._replace(tile_m=256, k_blocks_per_stage=1, raster_group_n=32): WgmmaCost(
+        2.331, 0.613, 0.315, 5.410, 0.693, 2.627, 0.732
+    ),
+    _PINGPONG._replace(tile_m=256, k_blocks_per_stage=1, stages=3, tile_m_extra=64): WgmmaCost(
+        3.587, 0.761, 0.0, 5.381, 0.849, 2.469, 0.666
+    ),
 }
 
 
-def shares(total: int, stages: int, programs: int) -> tuple[int, int, int]:
-    """(programs, whole tiles for each, stages of the tiles that are cut) for `total` tiles of `stages`.
+def stream_k_partition(num_tiles: int, stages_per_tile: int, num_ctas: int) -> tuple[int, int, int]:
+    """(CTAs, data-parallel tiles of each, stages of all stream-K tiles together).
 
-    Each program that takes part in cut tiles has a stage of them at least, since the one that adds their parts waits for
-    all between the first and the last: where there are fewer stages than programs, there are fewer programs.
+    Every CTA gets at least one stage of the stream-K tiles, since a tile's reduction waits for all CTAs between its first and
+    its last: with fewer stages than CTAs there are fewer CTAs.
     """
-    p = min(programs, total * stages)
-    while 0 < (total % p) * stages < p:
-        p -= 1
-    return p, total // p, (total % p) * stages
+    ctas = min(num_ctas, num_tiles * stages_per_tile)
+    while 0 < (num_tiles % ctas) * stages_per_tile < ctas:
+        ctas -= 1
+    return ctas, num_tiles // ctas, (num_tiles % ctas) * stages_per_tile
 
 
-def _programs(total: int, sms: int, tile: Wide) -> list[int]:
-    """Numbers of programs worth a look: all, a power of two, the most that share the tiles out evenly, and the most of which
-    a tile has as many as any other. Where one of the last two is nearly all, nothing else is."""
-    slots = sms * tile.each
-    even = next((p for p in range(slots, slots * 3 // 4, -1) if total % p == 0), 0)
-    alike = total * (slots // total)
-    power = tile.each << (sms.bit_length() - 1)
-    flags = tile.nb * (4 if tile.halves else 1)  # of a cut tile
-    best = [p for p in (even, alike) if p >= 0.95 * slots and total % p * flags <= FLAGS]
-    return list(dict.fromkeys(best or (p for p in (even, alike, slots, power) if 0 < p <= FLAGS // flags + 1)))
+def _num_tiles(config: WgmmaConfig, m: int, n: int) -> int:
+    return math.ceil(m / config.cta_m) * math.ceil(n / (64 * config.n64_per_cta))
 
 
-def _cost(tile: Wide, cost: _Cost, m: int, n: int, k: int) -> float:
-    stages = math.ceil(k / (64 * tile.h))
-    total = math.ceil(m / (tile.bm + tile.bm2)) * math.ceil(n / (64 * tile.nb * tile.mr))
-    p, whole, rest = shares(total, stages, tile.p)
-    blocks = (whole * stages + math.ceil(rest / p)) * tile.h
-    us = cost.fixed + cost.block * blocks + cost.tile * whole
-    if rest and tile.halves and p * stages % rest == 0:
-        return us + cost.even + cost.even_part * stages * p / rest
-    return us + (cost.cut + cost.part * stages * p / rest if rest else 0.0)
+def _candidate_num_ctas(num_tiles: int, sms: int, config: WgmmaConfig) -> list[int]:
+    """CTA counts worth estimating: all, a power of two, the most that divide the tiles evenly, and the most of which every tile
+    gets as many. Where one of the last two is nearly all, no others."""
+    slots = sms * config.ctas_per_sm
+    even = next((p for p in range(slots, slots * 3 // 4, -1) if num_tiles % p == 0), 0)
+    same_per_tile = num_tiles * (slots // num_tiles)
+    power = config.ctas_per_sm << (sms.bit_length() - 1)
+    flags = config.num_consumer_warpgroups * (4 if config.split_reduce else 1)  # of a stream-K tile
+    best = [p for p in (even, same_per_tile) if p >= 0.95 * slots and num_tiles % p * flags <= MAX_FLAGS]
+    return list(dict.fromkeys(best or (p for p in (even, same_per_tile, slots, power) if 0 < p <= MAX_FLAGS // flags + 1)))
+
+
+def _wgmma_us(config: WgmmaConfig, cost: WgmmaCost, m: int, n: int, k: int) -> float:
+    """Estimated time of a launch."""
+    stages_per_tile = math.ceil(k / (64 * config.k_blocks_per_stage))
+    ctas, whole_tiles, stream_k_stages = stream_k_partition(_num_tiles(config, m, n), stages_per_tile, config.num_ctas)
+    k_blocks = (whole_tiles * stages_per_tile + math.ceil(stream_k_stages / ctas)) * config.k_blocks_per_stage
+    us = cost.fixed + cost.k_block * k_blocks + cost.tile * whole_tiles
+    if not stream_k_stages:
+        return us
+    if config.split_reduce and ctas * stages_per_tile % stream_k_stages == 0:
+        return us + cost.split_reduce + cost.split_reduce_cta * stages_per_tile * ctas / stream_k_stages
+    return us + (cost.stream_k + cost.stream_k_cta * stages_per_tile * ctas / stream_k_stages)
 
 
 @functools.lru_cache(maxsize=65536)
-def wide_tile(m: int, n: int, k: int, sms: int) -> Wide:
-    """The cheapest tile and number of programs for x [m, k] and W [n, k] on `sms` multiprocessors."""
+def wgmma_config(m: int, n: int, k: int, sms: int) -> WgmmaConfig:
+    """The cheapest config and CTA count for x [m, k] and W [n, k] on `sms` SMs."""
     best, least = None, math.inf
-    for shape, cost in _COSTS.items():
-        total = math.ceil(m / (shape.bm + shape.bm2)) * math.ceil(n / (64 * shape.nb * shape.mr))
-        if total > 4096 and shape.bm < 128:
-            continue  # many rows: small tiles read x too often, which the timings do not cover
-        for p in _programs(total, sms, shape):
-            tile = shape._replace(p=p)
-            value = _cost(tile, cost, m, n, k)
-            if value < least:
-                best, least = tile, value
+    for shape, cost in WGMMA_COSTS.items():
+        num_tiles = _num_tiles(shape, m, n)
+        if num_tiles > 4096 and shape.tile_m < 128:
+            continue  # large M: small tiles read x too often, which the timings do not cover
+        for num_ctas in _candidate_num_ctas(num_tiles, sms, shape):
+            config = shape._replace(num_ctas=num_ctas)
+            us = _wgmma_us(config, cost, m, n, k)
+            if us < least:
+                best, least = config, us
     assert best is not None
     return best

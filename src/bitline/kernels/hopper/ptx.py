@@ -1,237 +1,257 @@
-"""PTX of the Hopper kernels: codes to pairs of 16-bit numbers, and the products of a unit of 128 columns by mma.sync.
+"""Inline PTX of the Hopper kernels: dequantizing codes to pairs of 16-bit floats, loads, and MMAs of a K tile by mma.sync.
 
-Each number is decoded exactly. 4-bit codes are or-ed into the mantissa of 128 (bf16) or 1024 (fp16), 8-bit ones into that
-of 1024 (fp16); a bfloat16 has room for seven bits, so the eighth chooses between 128 and 256 as what is subtracted.
+Codes are dequantized exactly, by bit manipulation. 4-bit integers are ORed into the mantissa of 128 (bf16) or 1024 (fp16), 8-bit
+integers into that of 1024 (fp16); a bf16 mantissa has seven bits, so that the eighth bit selects 128 or 256 to subtract. The
+technique is that of Kim et al., "Who Says Elephants Can't Run" (2022), as in FasterTransformer and Marlin.
+
+Functions return (assembly, constraints) for `gl.inline_asm_elementwise`.
 """
 
 from __future__ import annotations
 
 
-class Format:
-    """How the codes of one scheme are decoded for one input dtype.
+class CodeFormat:
+    """Dequantization of one code format to one input dtype.
 
-    name: "u4" (code - 8), "z4" (code - zero point), "u8" (code - 128), "z8" (code - zero point), "e2m1" and "e4m3" (in the
-    bit order of `layout.spread`; for float16 e4m3 as of `layout.byte_pairs`), "e2m1s" and "e4m3s" (the same, and
-    what the exponents' biases differ by is left to the scale).
-    half: the input is float16, else bfloat16.
+    name: "u4" (code - 8), "z4" (code - zero point), "u8" (code - 128), "z8" (code - zero point), "e2m1" and "e4m3" (bits in the
+    order of `layout.spread_float_bits`; e4m3 to float16 in that of `layout.byte_pairs`), "e2m1s" and "e4m3s" (the same without
+    the exponent rebias, which the scale then holds).
+    fp16: to float16, else to bfloat16.
     """
 
     registers = "a0,a1,a2,a3,t,one,magic,minus,minus1"
 
-    def __init__(self, name: str, half: bool) -> None:
-        self.name, self.half = name, half
-        self.width = 8 if name in ("u8", "z8", "e4m3", "e4m3s") else 4
-        self.planes = self.width // 4
-        self.zero = name.startswith("z")
-        self.type = "f16x2" if half else "bf16x2"
+    def __init__(self, name: str, fp16: bool) -> None:
+        self.name, self.fp16 = name, fp16
+        self.bits = 8 if name in ("u8", "z8", "e4m3", "e4m3s") else 4
+        self.planes = self.bits // 4
+        self.zero_points = name.startswith("z")
+        self.pair_type = "f16x2" if fp16 else "bf16x2"
 
     def constants(self, zero: str = "") -> str:
-        """Set what `field` needs; zero: the operand that holds the zero points of rows g (byte 0) and g + 8 (byte 1)."""
-        if self.name.startswith("e2m1"):  # 2**14 or 2**126, the difference of the exponents' biases
-            return f"mov.b32 one,{'0x74007400' if self.half else '0x7E807E80'};"
+        """Set the registers that `dequant_pair` reads. zero: the operand with the zero points of rows g and g + 8, in bytes."""
+        if self.name.startswith("e2m1"):  # exponent rebias: 2**14 or 2**126
+            return f"mov.b32 one,{'0x74007400' if self.fp16 else '0x7E807E80'};"
         if self.name.startswith("e4m3"):
-            return "mov.b32 one,0x7B807B80;"  # 2**120
+            return "mov.b32 one,0x7B807B80;"  # exponent rebias: 2**120
         s = (
             "mov.b32 magic,0x64006400; mov.b32 one,0x3C003C00;"
-            if self.half
+            if self.fp16
             else "mov.b32 magic,0x43004300; mov.b32 one,0x3F803F80;"
         )
-        if self.name == "z8" and not self.half:  # the zero point minus 128, as the codes are
+        if self.name == "z8" and not self.fp16:  # zero point - 128, since codes become code - 128
             for i, out in enumerate(("minus", "minus1")):
                 s += f"mov.b32 t,0; prmt.b32 t,{zero},t,{0x4040 + 0x101 * i:#x}; lop3.b32 {out},t,0x007f007f,magic,0xea;"
                 s += f"lop3.b32 t,t,0x00800080,0x43804380,0x6a; sub.bf16x2 {out},{out},t;"
             return s
-        if self.zero:  # -(1024 + zero) or -(128 + zero)
-            high = "0xE4" if self.half else "0xC3"
+        if self.zero_points:  # -(1024 + zero point) or -(128 + zero point)
+            high = "0xE4" if self.fp16 else "0xC3"
             return s + f"mov.b32 t,{high}; prmt.b32 minus,{zero},t,0x4040; prmt.b32 minus1,{zero},t,0x4141;"
-        middle = {("u4", True): "0xE408E408", ("u4", False): "0xC308C308", ("u8", True): "0xE480E480"}.get(
-            (self.name, self.half), "0"
+        # -(magic + implicit zero point)
+        minus = {("u4", True): "0xE408E408", ("u4", False): "0xC308C308", ("u8", True): "0xE480E480"}.get(
+            (self.name, self.fp16), "0"
         )
-        return s + f"mov.b32 minus,{middle};"
+        return s + f"mov.b32 minus,{minus};"
 
-    def field(self, out: str, word: str, row: int, half: int) -> str:
-        """The pair of numbers of one row (0 for g, 1 for g + 8) and half, from its word (8 bits: of that half's plane)."""
+    def dequant_pair(self, out: str, word: str, row: int, half: int) -> str:
+        """Set `out` to the pair of row g (row 0) or g + 8 (row 1) in a column half; word: packed int32 (8 bits: of its plane)."""
         if self.name.startswith("e2m1"):
             return self._e2m1(out, word, row + 2 * half)
         if self.name.startswith("e4m3"):
             return self._e4m3(out, word, row)
-        shift = 4 * (row + 2 * half) if self.width == 4 else 8 * row
+        shift = 4 * (row + 2 * half) if self.bits == 4 else 8 * row
         s = f"shr.u32 t,{word},{shift};" if shift else ""
         word = "t" if shift else word
-        minus = "minus1" if self.zero and row else "minus"
-        if self.width == 4 or self.half:
-            mask = "0x000f000f" if self.width == 4 else "0x00ff00ff"
-            return s + f"lop3.b32 {out},{word},{mask},magic,0xea; fma.rn.{self.type} {out},{out},one,{minus};"
+        minus = "minus1" if self.zero_points and row else "minus"
+        if self.bits == 4 or self.fp16:
+            mask = "0x000f000f" if self.bits == 4 else "0x00ff00ff"
+            return s + f"lop3.b32 {out},{word},{mask},magic,0xea; fma.rn.{self.pair_type} {out},{out},one,{minus};"
         # 128 + the low seven bits, minus 256 or 128 by the eighth
         s += f"lop3.b32 {out},{word},0x007f007f,magic,0xea; lop3.b32 t,{word},0x00800080,0x43804380,0x6a;"
-        return s + f"sub.bf16x2 {out},{out},t;" + (f"sub.bf16x2 {out},{out},{minus};" if self.zero else "")
+        return s + f"sub.bf16x2 {out},{out},t;" + (f"sub.bf16x2 {out},{out},{minus};" if self.zero_points else "")
 
-    def _e2m1(self, out: str, word: str, at: int) -> str:
-        if self.half:
-            return self._e2m1_half(out, word, at)
-        if at == 0:
+    def _e2m1(self, out: str, word: str, position: int) -> str:
+        if self.fp16:
+            return self._e2m1_fp16(out, word, position)
+        if position == 0:
             s = f"and.b32 {out},{word},0x81c081c0;"
-        elif at < 3:
-            s = f"shl.b32 t,{word},{3 * at}; and.b32 {out},t,0x81c081c0;"
+        elif position < 3:
+            s = f"shl.b32 t,{word},{3 * position}; and.b32 {out},t,0x81c081c0;"
         else:
             s = f"shl.b32 t,{word},1; and.b32 {out},t,0x80008000; shr.u32 t,{word},5; lop3.b32 {out},t,0x01000100,{out},0xea;"
             s += f"shr.u32 t,{word},4; lop3.b32 {out},t,0x00c000c0,{out},0xea;"
-        return s + self._biased(out)
+        return s + self._rebias(out)
 
-    def _e2m1_half(self, out: str, word: str, at: int) -> str:
-        if at < 2:
-            s = f"shl.b32 t,{word},{3 * at}; and.b32 {out},t,0x8e008e00;"
+    def _e2m1_fp16(self, out: str, word: str, position: int) -> str:
+        if position < 2:
+            s = f"shl.b32 t,{word},{3 * position}; and.b32 {out},t,0x8e008e00;"
         else:
-            s = f"shl.b32 t,{word},{at - 1}; and.b32 {out},t,0x80008000; shl.b32 t,{word},{9 if at == 2 else 6};"
+            s = f"shl.b32 t,{word},{position - 1}; and.b32 {out},t,0x80008000; shl.b32 t,{word},{9 if position == 2 else 6};"
             s += f"lop3.b32 {out},t,0x0e000e00,{out},0xea;"
-        return s + self._biased(out)
+        return s + self._rebias(out)
 
-    def _biased(self, out: str) -> str:
-        return "" if self.name.endswith("s") else f"mul.rn.{self.type} {out},{out},one;"
+    def _rebias(self, out: str) -> str:
+        return "" if self.name.endswith("s") else f"mul.rn.{self.pair_type} {out},{out},one;"
 
     def _e4m3(self, out: str, word: str, row: int) -> str:
-        if self.half:
+        if self.fp16:
             return f"{{ .reg .b16 u,v; mov.b32 {{u,v}},{word}; cvt.rn.f16x2.e4m3x2 {out},{'v' if row else 'u'}; }}"
         if row == 0:
             s = f"and.b32 {out},{word},0x87f087f0;"
         else:
             s = f"shl.b32 t,{word},4; and.b32 {out},t,0x80f080f0; shr.u32 t,{word},4; lop3.b32 {out},t,0x07000700,{out},0xea;"
-        return s + self._biased(out)
+        return s + self._rebias(out)
 
 
-def mma_unit(name: str, half: bool, blocks: int, mt: int, scaled: bool, ring: bool = False) -> tuple[str, str]:
-    """(assembly, constraints): `blocks` times 64 columns of a 16-row tile against 8*mt rows of x.
+# ---- mma.sync kernels ---------------------------------------------------------------------------------------------------
 
-    Inputs: words [blocks][planes][4] (ring: the address of the lane's 16 bytes of the first, in shared memory, the others 512
-    apart), x [mt][blocks][half][4], then the words of zero points where the format has them (one for each block if scaled),
-    then (scaled) for each block the scale of rows g and g + 8 as pairs, then 4*mt sums to start from. Outputs: 4*mt sums.
+
+def mma_k_tile(name: str, fp16: bool, k_blocks: int, m8_tiles: int, scaled: bool, staged: bool = False) -> tuple[str, str]:
+    """Dequantize a K tile of a 16-row tile of W and multiply it with 8 * m8_tiles rows of x.
+
+    Inputs: packed int32 [k_blocks][planes][4] (staged: the lane's shared-memory address of the first 16 bytes, the others 512
+    apart), x [m8_tiles][k_blocks][half][4], packed zero points where the format has them (one for each K block if scaled, else
+    one), (scaled) for each K block the scale pairs of rows g and g + 8, then 4 * m8_tiles accumulators. Outputs: accumulators.
     """
-    f = Format(name, half)
+    f = CodeFormat(name, fp16)
     planes = f.planes
-    no = 4 * mt
-    at = no
-    count = planes * blocks
-    w = [f"w{i}" if ring else f"${at + i}" for i in range(4 * count)]
-    slot = f"${at}"
-    at += 1 if ring else len(w)
-    x = [[f"${at + m * 8 * blocks + i}" for i in range(8 * blocks)] for m in range(mt)]
-    at += 8 * blocks * mt
-    zeros = [f"${at + b}" for b in range(blocks if scaled else 1)] if f.zero else []  # of each block, or of the unit
+    num_acc = 4 * m8_tiles
+    at = num_acc
+    vectors = planes * k_blocks
+    w = [f"w{i}" if staged else f"${at + i}" for i in range(4 * vectors)]
+    address = f"${at}"
+    at += 1 if staged else len(w)
+    x = [[f"${at + m * 8 * k_blocks + i}" for i in range(8 * k_blocks)] for m in range(m8_tiles)]
+    at += 8 * k_blocks * m8_tiles
+    zeros = [f"${at + b}" for b in range(k_blocks if scaled else 1)] if f.zero_points else []
     at += len(zeros)
-    scale = [(f"${at + 2 * b}", f"${at + 2 * b + 1}") for b in range(blocks)] if scaled else []
+    scale = [(f"${at + 2 * b}", f"${at + 2 * b + 1}") for b in range(k_blocks)] if scaled else []
     at += 2 * len(scale)
-    c = [f"${at + i}" for i in range(no)]
+    c = [f"${at + i}" for i in range(num_acc)]
     s = f"{{ .reg .b32 {f.registers}; {f.constants(*zeros[:1])}\n"
-    if ring:
+    if staged:
         s += f".reg .b32 {','.join(w)};"
-        s += "".join(f"ld.shared.v4.b32 {{{','.join(w[4 * i : 4 * i + 4])}}},[{slot}+{512 * i}];" for i in range(count))
-    for i in range(no):
+        s += "".join(f"ld.shared.v4.b32 {{{','.join(w[4 * i : 4 * i + 4])}}},[{address}+{512 * i}];" for i in range(vectors))
+    for i in range(num_acc):
         s += f"mov.b32 ${i}, {c[i]};"
-    kind = "f16" if half else "bf16"
-    for b in range(blocks):
-        if b and scaled and f.zero:
+    for b in range(k_blocks):
+        if b and scaled and f.zero_points:
             s += f.constants(zeros[b])
-        for h in range(2):
-            for j in range(2):  # the columns of two neighbouring registers of x
-                for i in range(4):
-                    s += f.field(f"a{i}", w[(b * planes + h * (planes - 1)) * 4 + 2 * j + i // 2], i % 2, h)
-                    if scaled:
-                        s += f"mul.rn.{f.type} a{i},a{i},{scale[b][i % 2]};"
-                for m in range(mt):
-                    d = ",".join(f"${4 * m + i}" for i in range(4))
-                    at = 8 * b + 4 * h + 2 * j
-                    s += (
-                        f"\nmma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{d}}},{{a0,a1,a2,a3}},"
-                        f"{{{x[m][at]},{x[m][at + 1]}}},{{{d}}};\n"
-                    )
-    inputs = (1 if ring else len(w)) + 8 * blocks * mt + len(zeros) + 2 * len(scale)
-    return s + "}", ",".join(["=&f"] * no + ["r"] * inputs + ["f"] * no)
+        words = w[b * planes * 4 : (b + 1) * planes * 4]
+        s += _mma_k_block(f, words, [registers[8 * b : 8 * b + 8] for registers in x], scale[b] if scaled else None)
+    inputs = (1 if staged else len(w)) + 8 * k_blocks * m8_tiles + len(zeros) + 2 * len(scale)
+    return s + "}", ",".join(["=&f"] * num_acc + ["r"] * inputs + ["f"] * num_acc)
 
 
-def _four(at: int, name: str = "$") -> str:
-    """The registers of 16 bytes, from the at-th on."""
-    return "{" + ",".join(f"{name}{at + i}" for i in range(4)) + "}"
+def _mma_k_block(f: CodeFormat, words: list[str], x: list[list[str]], scale: tuple[str, str] | None) -> str:
+    """The four m16n8k16 of a K block for each 8-row tile of x, after dequantizing their fragments of W."""
+    kind = "f16" if f.fp16 else "bf16"
+    s = ""
+    for half in range(2):
+        for j in range(2):  # MMA over the columns of two neighbouring registers of x
+            for i in range(4):
+                s += f.dequant_pair(f"a{i}", words[half * (f.planes - 1) * 4 + 2 * j + i // 2], i % 2, half)
+                if scale:
+                    s += f"mul.rn.{f.pair_type} a{i},a{i},{scale[i % 2]};"
+            for m, registers in enumerate(x):
+                d = ",".join(f"${4 * m + i}" for i in range(4))
+                at = 4 * half + 2 * j
+                s += (
+                    f"\nmma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{d}}},{{a0,a1,a2,a3}},"
+                    f"{{{registers[at]},{registers[at + 1]}}},{{{d}}};\n"
+                )
+    return s
 
 
-def load_words(count: int) -> tuple[str, str]:
-    """`count` times 16 bytes, 512 apart, read once."""
-    s = "".join(f"ld.global.nc.L1::no_allocate.v4.b32 {_four(4 * i)},[${4 * count}+{512 * i}];" for i in range(count))
+def _vec4(first: int, prefix: str = "$") -> str:
+    """Operand list of four registers (16 bytes), from the first on."""
+    return "{" + ",".join(f"{prefix}{first + i}" for i in range(4)) + "}"
+
+
+def load_weights(count: int) -> tuple[str, str]:
+    """`count` loads of 16 bytes from global memory, 512 apart, streamed past the L1."""
+    s = "".join(f"ld.global.nc.L1::no_allocate.v4.b32 {_vec4(4 * i)},[${4 * count}+{512 * i}];" for i in range(count))
     return s, ",".join(["=r"] * 4 * count if count == 1 else ["=&r"] * 4 * count) + ",l"
 
 
-def copy_words(blocks: int, planes: int) -> tuple[str, str]:
-    """16 bytes of each plane, 512 apart, of one or two blocks to as many places 512 apart in shared memory."""
-    s = "".join(
-        f"cp.async.cg.shared.global [$1+{512 * (b * planes + p)}],[${2 + b}+{512 * p}],16;"
-        for b in range(blocks)
-        for p in range(planes)
-    )
-    return s + " // $0", "=r,r" + ",l" * blocks
-
-
-def load_x(blocks: int) -> tuple[str, str]:
-    """For each block of 64 columns 32 bytes of a row of x, as two halves."""
+def load_x(k_blocks: int) -> tuple[str, str]:
+    """32 bytes of a row of x per K block, from global memory, as two halves of 16."""
     s = ""
-    for i in range(2 * blocks):
-        s += f"ld.global.nc.v4.b32 {_four(4 * i)},[${8 * blocks}+{128 * (i // 2) + 16 * (i % 2)}];"
-    return s, ",".join(["=&r"] * 8 * blocks) + ",l"
+    for i in range(2 * k_blocks):
+        s += f"ld.global.nc.v4.b32 {_vec4(4 * i)},[${8 * k_blocks}+{128 * (i // 2) + 16 * (i % 2)}];"
+    return s, ",".join(["=&r"] * 8 * k_blocks) + ",l"
 
 
-def load_x_masked(blocks: int) -> tuple[str, str]:
-    """`load_x`, with zeros in place of 16-byte pieces that do not lie in the bytes left from the address on."""
-    n = 8 * blocks
+def load_x_masked(k_blocks: int) -> tuple[str, str]:
+    """`load_x` with zeros for 16-byte vectors past K; second operand: bytes from the address to K."""
+    n = 8 * k_blocks
     s = "{ .reg .pred p;" + "".join(f"mov.b32 ${i},0;" for i in range(n))
-    for i in range(2 * blocks):
+    for i in range(2 * k_blocks):
         at = 128 * (i // 2) + 16 * (i % 2)
-        s += f"setp.gt.s32 p,${n + 1},{at}; @p ld.global.nc.v4.b32 {_four(4 * i)},[${n}+{at}];"
+        s += f"setp.gt.s32 p,${n + 1},{at}; @p ld.global.nc.v4.b32 {_vec4(4 * i)},[${n}+{at}];"
     return s + "}", ",".join(["=&r"] * n) + ",l,r"
 
 
-def copy_few() -> tuple[str, str]:
-    """16 bytes to shared memory if the third number is positive."""
-    return "{ .reg .pred p; setp.gt.s32 p,$3,0; @p cp.async.cg.shared.global [$1],[$2],16; } // $0", "=r,r,l,r"
-
-
-def copy_piece() -> tuple[str, str]:
-    """16 bytes to shared memory, of which so many are copied and the others zero; the cache keeps them, others read them."""
-    return "cp.async.ca.shared.global [$1],[$2],16,$3; // $0", "=r,r,l,r"
-
-
-def ring_x(blocks: int, mt: int) -> tuple[str, str]:
-    """`load_x` from shared memory, where blocks are 1024 * mt apart; two addresses: of the first and second halves."""
-    s = ""
-    for i in range(2 * blocks):
-        s += f"ld.shared.v4.b32 {_four(4 * i)},[${8 * blocks + i % 2}+{1024 * mt * (i // 2)}];"
-    return s, ",".join(["=&r"] * 8 * blocks) + ",r,r"
-
-
-def swap_x(blocks: int) -> tuple[str, str]:
-    """`load_x` where the lanes whose third number is not 0 read the second halves first; two addresses, in their order."""
-    n = 8 * blocks
+def load_x_staggered(k_blocks: int) -> tuple[str, str]:
+    """`load_x` whose lanes with a third operand other than 0 load the second half first; two addresses, in load order."""
+    n = 8 * k_blocks
     s = f"{{ .reg .pred p; .reg .b32 a<8>; setp.ne.s32 p,${n + 2},0;"
-    for b in range(blocks):
+    for b in range(k_blocks):
         for h in range(2):
-            s += f"ld.global.nc.v4.b32 {_four(4 * h, 'a')},[${n + h}+{128 * b}];"
+            s += f"ld.global.nc.v4.b32 {_vec4(4 * h, 'a')},[${n + h}+{128 * b}];"
         for i in range(4):
             s += f"selp.b32 ${8 * b + i},a{4 + i},a{i},p; selp.b32 ${8 * b + 4 + i},a{i},a{4 + i},p;"
     return s + "}", ",".join(["=&r"] * n) + ",l,l,r"
 
 
-def unit(name: str, half: bool) -> int:
-    """n, where the numbers of `fragment` for bfloat16 are 2**-n times what the codes stand for, before the scale; else 0.
+def load_x_shared(k_blocks: int, m8_tiles: int) -> tuple[str, str]:
+    """`load_x` from a shared-memory stage, K blocks 1024 * m8_tiles bytes apart; addresses of the first and second halves."""
+    s = ""
+    for i in range(2 * k_blocks):
+        s += f"ld.shared.v4.b32 {_vec4(4 * i)},[${8 * k_blocks + i % 2}+{1024 * m8_tiles * (i // 2)}];"
+    return s, ",".join(["=&r"] * 8 * k_blocks) + ",r,r"
 
-    Integers are taken as they are for bits of bfloat16, which are code * 2**-133 up to bit 7.
+
+def copy_weights(k_blocks: int, planes: int) -> tuple[str, str]:
+    """cp.async of 16 bytes of each plane, 512 apart, of each K block, to shared memory, 512 apart."""
+    s = "".join(
+        f"cp.async.cg.shared.global [$1+{512 * (b * planes + p)}],[${2 + b}+{512 * p}],16;"
+        for b in range(k_blocks)
+        for p in range(planes)
+    )
+    return s + " // $0", "=r,r" + ",l" * k_blocks
+
+
+def copy_table() -> tuple[str, str]:
+    """cp.async of 16 bytes of a scale or zero-point table to shared memory, if the third operand is positive."""
+    return "{ .reg .pred p; setp.gt.s32 p,$3,0; @p cp.async.cg.shared.global [$1],[$2],16; } // $0", "=r,r,l,r"
+
+
+def copy_x() -> tuple[str, str]:
+    """cp.async of 16 bytes of x to shared memory, all but the third operand's count zero-filled; allocates in the L1, since other
+    CTAs of the SM load the same."""
+    return "cp.async.ca.shared.global [$1],[$2],16,$3; // $0", "=r,r,l,r"
+
+
+# ---- wgmma kernel -------------------------------------------------------------------------------------------------------
+
+
+def fragment_exponent_bias(name: str, fp16: bool) -> int:
+    """b where `dequant_fragment` gives 2**-b times the code's value before scaling; 0 for float16.
+
+    bfloat16: a code in bits 0 to 7 of a bfloat16 is exactly code * 2**-133 (a subnormal, or exponent 1), so integers need no
+    conversion; floats lack the exponent rebias. The packed scales and the epilogue's factor hold 2**b.
     """
-    return 0 if half else {"u4": 133, "u8": 133, "z4": 133, "z8": 133, "e2m1": 126, "e4m3": 120}.get(name, 0)
+    return 0 if fp16 else {"u4": 133, "u8": 133, "z4": 133, "z8": 133, "e2m1": 126, "e4m3": 120}.get(name, 0)
 
 
-def _subnormal(f: Format, words: list[str], zeros: list[str], at: int) -> str:
-    """Set a0 … a3: integers as bits of bfloat16, those of rows g + 8 four bits higher if they have four; see `fragment`."""
+def _integers_as_bf16_bits(f: CodeFormat, words: list[str], zeros: list[str], at: int) -> str:
+    """Set a0 … a3: integer codes as the low bits of bfloat16, 4-bit ones of rows g + 8 four bits higher; scaled."""
     s = "{ .reg .b32 a0,a1,a2,a3,t,z0,z1; mov.b32 t,0;"
-    if f.zero:
+    if f.zero_points:
         s += f"prmt.b32 z0,{zeros[0]},t,0x4040; prmt.b32 z1,{zeros[0]},t,0x4141;"
-        s += "shl.b32 z1,z1,4;" if f.width == 4 else ""
-    if f.width == 4:
+        s += "shl.b32 z1,z1,4;" if f.bits == 4 else ""
+    if f.bits == 4:
         s += f"shr.u32 t,{words[0]},8;"
         for h, word in enumerate((words[0], "t")):
             s += f"and.b32 a{2 * h},{word},0x000f000f; and.b32 a{2 * h + 1},{word},0x00f000f0;"
@@ -240,17 +260,17 @@ def _subnormal(f: Format, words: list[str], zeros: list[str], at: int) -> str:
             s += f"and.b32 a{2 * h},{word},0x00ff00ff; prmt.b32 a{2 * h + 1},{word},t,0x4341;"
     for i in range(4):
         scale = f"${at + i % 2}"
-        if f.zero:
+        if f.zero_points:
             s += f"sub.bf16x2 a{i},a{i},z{i % 2}; mul.rn.bf16x2 a{i},a{i},{scale};"
         else:
             s += f"fma.rn.bf16x2 a{i},a{i},{scale},${at + 2 + i % 2};"
     return s
 
 
-def _in_place(f: Format, words: list[str], zeros: list[str], at: int) -> str:
-    """Set a0 … a3: 4-bit integers as float16, 1024 + code, and for rows g + 8, where they lie, 1024 + 16 * code over 16."""
+def _int4_to_fp16(f: CodeFormat, words: list[str], zeros: list[str], at: int) -> str:
+    """Set a0 … a3: 4-bit codes in float16 without a shift: 1024 + code, and (1024 + 16 * code) / 16 for rows g + 8."""
     s = "{ .reg .b32 a0,a1,a2,a3,t,magic,n0,n1,m0,m1; mov.b32 magic,0x64006400; mov.b32 n0,0x3C003C00; mov.b32 n1,0x2C002C00;"
-    if f.zero:  # -(1024 + zero) and -(64 + zero)
+    if f.zero_points:  # -(1024 + zero point) and -(64 + zero point)
         s += f"mov.b32 t,0xE4; prmt.b32 m0,{zeros[0]},t,0x4040; mov.b32 t,0; prmt.b32 m1,{zeros[0]},t,0x4141;"
         s += "shl.b32 m1,m1,4; add.u32 m1,m1,0xD400D400;"
     else:
@@ -262,51 +282,54 @@ def _in_place(f: Format, words: list[str], zeros: list[str], at: int) -> str:
     return s
 
 
-def fragment(name: str, half: bool) -> tuple[str, str]:
-    """(assembly, constraints) of one step's fragment: words, zero word where the format has one, scale pairs -> 8 numbers.
+def dequant_fragment(name: str, fp16: bool) -> tuple[str, str]:
+    """One k16 step of a wgmma register fragment, dequantized and scaled: 8 elements.
 
-    Where there is a `unit`, scale pairs of rows g and g + 8 are times 2**F, and after those of integers without zero points
-    comes what is to be added for the middle of the codes (`scaled`): one instruction subtracts and scales.
+    Inputs: packed int32 of each plane, packed zero points where the format has them, scale pairs of rows g and g + 8. With a
+    `fragment_exponent_bias`, scale pairs come from `folded_scale_pairs`; for integers without zero points the addends for the
+    implicit zero point follow, and one fma subtracts and scales.
     """
-    f = Format(name + "s" if unit(name, half) and name.startswith("e") else name, half)
+    bias = fragment_exponent_bias(name, fp16)
+    f = CodeFormat(name + "s" if bias and name.startswith("e") else name, fp16)
     words = [f"${8 + i}" for i in range(f.planes)]
     at = 8 + f.planes
-    zeros = [f"${at}"] if f.zero else []
-    at += f.zero
-    if unit(name, half) == 133:
-        s = _subnormal(f, words, zeros, at)
-    elif half and name in ("u4", "z4"):
-        s = _in_place(f, words, zeros, at)
+    zeros = [f"${at}"] if f.zero_points else []
+    at += f.zero_points
+    if bias == 133:
+        s = _integers_as_bf16_bits(f, words, zeros, at)
+    elif fp16 and name in ("u4", "z4"):
+        s = _int4_to_fp16(f, words, zeros, at)
     else:
         s = f"{{ .reg .b32 {f.registers}; {f.constants(*zeros)}"
         for i in range(4):
             word = words[(i // 2) * (f.planes - 1)]
-            s += f.field(f"a{i}", word, i % 2, i // 2) + f"mul.rn.{f.type} a{i},a{i},${at + i % 2};"
+            s += f.dequant_pair(f"a{i}", word, i % 2, i // 2) + f"mul.rn.{f.pair_type} a{i},a{i},${at + i % 2};"
     for i in range(4):
         s += f"mov.b32 {{${2 * i},${2 * i + 1}}},a{i};"
-    pairs = 4 if name in ("u4", "u8") and not half else 2
-    return s + "}", ",".join(["=h"] * 8 + ["r"] * (f.planes + f.zero + pairs))
+    pairs = 4 if name in ("u4", "u8") and not fp16 else 2
+    return s + "}", ",".join(["=h"] * 8 + ["r"] * (f.planes + f.zero_points + pairs))
 
 
-def scaled(name: str, wide: bool) -> tuple[str, str]:
-    """`duplicate` where there is a `unit`: pairs times powers of two, and then times minus the middle of the codes.
+def folded_scale_pairs(name: str, fp32_scales: bool) -> tuple[str, str]:
+    """`scale_pairs` for formats with a `fragment_exponent_bias`: pairs times powers of two, and for integers without zero points
+    the addends for the implicit zero point.
 
-    Inputs: a word that holds the scales of rows g and g + 8, or (wide) both as float32, and the factors, as pairs. Outputs:
-    the pairs of both rows, and for integers without zero points what is added for the middle of the codes in both.
+    Inputs: an int32 with the scales of rows g and g + 8, or both as float32 (fp32_scales), and the factors of both rows as pairs.
+    Outputs: the scaled pairs of both rows, then the addends of both rows.
     """
-    middle = name.startswith("u")
-    at = 4 if middle else 2
+    implicit_zero = name.startswith("u")
+    at = 4 if implicit_zero else 2
     s = "{ .reg .b32 t;"
     for i in range(2):
-        s += f"cvt.rn.bf16x2.f32 t,${at + i},${at + i};" if wide else f"prmt.b32 t,${at},${at},{('0x1010', '0x3232')[i]};"
-        s += f"mul.rn.bf16x2 ${i},t,${at + 1 + wide + i};"
-    for i in range(2 * middle):  # -8 * 2**-133, or -128 * 2**-133
+        s += f"cvt.rn.bf16x2.f32 t,${at + i},${at + i};" if fp32_scales else f"prmt.b32 t,${at},${at},{('0x1010', '0x3232')[i]};"
+        s += f"mul.rn.bf16x2 ${i},t,${at + 1 + fp32_scales + i};"
+    for i in range(2 * implicit_zero):  # -8 * 2**-133, or -128 * 2**-133
         s += f"mov.b32 t,{'0x80088008' if name == 'u4' and i == 0 else '0x80808080'}; mul.rn.bf16x2 ${2 + i},${i},t;"
-    return s + "}", ",".join(["=&r"] * at + (["f", "f"] if wide else ["r"]) + ["r", "r"])
+    return s + "}", ",".join(["=&r"] * at + (["f", "f"] if fp32_scales else ["r"]) + ["r", "r"])
 
 
-def duplicate(half: bool, wide: bool) -> tuple[str, str]:
-    """A scale as a pair of the input's dtype: from a float32 (wide) one, from a word that holds rows g and g + 8 both."""
-    if wide:
-        return f"cvt.rn.{'f16x2' if half else 'bf16x2'}.f32 $0, $1, $1;", "=r,f"
+def scale_pairs(fp16: bool, fp32_scales: bool) -> tuple[str, str]:
+    """A scale as a pair of the input's dtype: of one float32 (fp32_scales), or of rows g and g + 8 from one int32."""
+    if fp32_scales:
+        return f"cvt.rn.{'f16x2' if fp16 else 'bf16x2'}.f32 $0, $1, $1;", "=r,f"
     return "prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;", "=&r,=r,r"

@@ -1,7 +1,11 @@
 # mypy: ignore-errors
-"""Device code that writes the tiles of `wide_device`: whole ones, and parts of cut ones once they are added up.
+"""Epilogue of `wgmma_persistent`: store whole tiles, and reduce the partials of stream-K tiles.
 
-S is a `launch.Code`, G a `launch.Geometry`.
+A consumer warpgroup's accumulators are a tuple: one MMA, or two where it has a second 64-row tile of W (n64_per_warpgroup = 2) or
+further rows of x (tile_m_extra). Partials are kept in thread-major order: [128 threads, tile_m / 2], so that a thread stores and
+loads vectors of 16 bytes that are its own accumulators.
+
+`scheme` is a `traits.SchemeTraits`, `cfg` a `traits.WgmmaTraits`; `work`, `schedule` and `pointers` as in `wgmma_persistent`.
 """
 
 from __future__ import annotations
@@ -10,189 +14,235 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from bitline.kernels.hopper.device.gemv_mma import barrier
+from bitline.kernels.hopper.device.common import barrier
 
-async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # its name since, and before, Triton 3.8
-
-
-@gluon.jit
-def flat(acc, BM: gl.constexpr):
-    """Accumulators [64, BM] as [128 threads, BM / 2], so that a thread's own lie side by side: only renames registers."""
-    L: gl.constexpr = gl.BlockedLayout([1, BM // 2], [32, 1], [4, 1], [1, 0])
-    v = gl.reshape(acc, [4, 2, 8, BM // 8, 4, 2])  # warp, half of its rows, row, columns / 8, lane, element
-    return gl.convert_layout(gl.reshape(gl.permute(v, [0, 2, 4, 3, 1, 5]), [128, BM // 2]), L, assert_trivial=True)
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # renamed in Triton 3.8
 
 
 @gluon.jit
-def places(BM: gl.constexpr):
-    """Offsets of `flat` in scratch: 16 bytes of each thread side by side."""
-    L: gl.constexpr = gl.BlockedLayout([1, BM // 2], [32, 1], [4, 1], [1, 0])
-    i = gl.arange(0, BM // 2, gl.SliceLayout(0, L))
+def thread_major(acc, TILE_M: gl.constexpr):
+    """Accumulators [64, TILE_M] as [128 threads, TILE_M / 2]; renames registers only."""
+    L: gl.constexpr = gl.BlockedLayout([1, TILE_M // 2], [32, 1], [4, 1], [1, 0])
+    v = gl.reshape(acc, [4, 2, 8, TILE_M // 8, 4, 2])  # warp, half of its rows, row, columns / 8, lane, element
+    return gl.convert_layout(gl.reshape(gl.permute(v, [0, 2, 4, 3, 1, 5]), [128, TILE_M // 2]), L, assert_trivial=True)
+
+
+@gluon.jit
+def partial_offsets(TILE_M: gl.constexpr):
+    """Offsets of `thread_major` accumulators in the workspace: 16 bytes of each thread side by side."""
+    L: gl.constexpr = gl.BlockedLayout([1, TILE_M // 2], [32, 1], [4, 1], [1, 0])
+    i = gl.arange(0, TILE_M // 2, gl.SliceLayout(0, L))
     return ((i // 4) * 512 + i % 4)[None, :] + (gl.arange(0, 128, gl.SliceLayout(1, L)) * 4)[:, None]
 
 
 @gluon.jit
-def collect(v, at, q0, q1, STEP: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr):
-    """v plus the parts of programs [q0, q1), in their order."""
-    at += places(BM)
-    if AHEAD:  # independent loads first: three parts are what even splits have
-        l0 = gl.load(at + q0 * STEP, cache_modifier=".cg")
-        two = (places(BM) >= 0) & (q1 - q0 > 1)
-        three = (places(BM) >= 0) & (q1 - q0 > 2)
-        l1 = gl.load(at + (q0 + 1) * STEP, mask=two, other=0.0, cache_modifier=".cg")
-        l2 = gl.load(at + (q0 + 2) * STEP, mask=three, other=0.0, cache_modifier=".cg")
-        v += l0
-        v += l1
-        v += l2
-        q0 += 3
-    for q in range(q0, q1):
-        v += gl.load(at + q * STEP, cache_modifier=".cg")
+def add_partials(v, ptr, first_cta, end_cta, CTA_STRIDE: gl.constexpr, TILE_M: gl.constexpr, PREFETCH: gl.constexpr):
+    """v plus the partials of CTAs [first_cta, end_cta), in order. PREFETCH: load those of the first three independently."""
+    ptr += partial_offsets(TILE_M)
+    if PREFETCH:
+        p0 = gl.load(ptr + first_cta * CTA_STRIDE, cache_modifier=".cg")
+        has_second = (partial_offsets(TILE_M) >= 0) & (end_cta - first_cta > 1)
+        has_third = (partial_offsets(TILE_M) >= 0) & (end_cta - first_cta > 2)
+        p1 = gl.load(ptr + (first_cta + 1) * CTA_STRIDE, mask=has_second, other=0.0, cache_modifier=".cg")
+        p2 = gl.load(ptr + (first_cta + 2) * CTA_STRIDE, mask=has_third, other=0.0, cache_modifier=".cg")
+        v += p0
+        v += p1
+        v += p2
+        first_cta += 3
+    for cta in range(first_cta, end_cta):
+        v += gl.load(ptr + cta * CTA_STRIDE, cache_modifier=".cg")
     return v
 
 
 @gluon.jit
-def write(v, od, o, n, m, bias_ptr, alpha_ptr, N, BM: gl.constexpr, S: gl.constexpr):
-    """Finished columns of y [64 of N, BM rows of x], as `flat` has them, through o [BM, 64]."""
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    v = gl.permute(gl.reshape(v, [4, 8, 4, BM // 8, 2, 2]), [0, 4, 1, 3, 2, 5])
-    acc = gl.convert_layout(gl.reshape(v, [64, BM]), L, assert_trivial=True)
-    if S.alpha:
-        acc *= gl.load(alpha_ptr + (2 if S.folded else 0))
-    if S.bias:
+def store_tile(v, y_desc, smem, n, m, pointers, N, TILE_M: gl.constexpr, scheme: gl.constexpr):
+    """y[m : m + TILE_M, n : n + 64] from `thread_major` accumulators: global scale, bias, then TMA through smem [TILE_M, 64]."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16])
+    v = gl.permute(gl.reshape(v, [4, 8, 4, TILE_M // 8, 2, 2]), [0, 4, 1, 3, 2, 5])
+    acc = gl.convert_layout(gl.reshape(v, [64, TILE_M]), L, assert_trivial=True)
+    if scheme.has_global_scale:
+        acc *= gl.load(pointers[3] + (2 if scheme.folds_exponent_bias else 0))
+    if scheme.has_bias:
         rows = gl.arange(0, 64, gl.SliceLayout(1, L))
-        acc += gl.load(bias_ptr + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
+        acc += gl.load(pointers[2] + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
     tma.store_wait(0)
     barrier()
-    o.permute([1, 0]).store(acc.to(gl.float16 if S.half else gl.bfloat16))
+    smem.permute([1, 0]).store(acc.to(gl.float16 if scheme.fp16 else gl.bfloat16))
     fence_async_shared()
     barrier()
-    async_store(od, [m, n], o)
+    async_store(y_desc, [m, n], smem)
 
 
 @gluon.jit
-def await_parts(flag, n):
-    """Until n parts are there; the flag is zero again."""
-    f = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
-    while f != n:
-        f = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
+def wait_for_partials(flag, count):
+    """Wait until `count` CTAs have stored their partials, and reset the flag."""
+    arrived = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
+    while arrived != count:
+        arrived = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
     barrier()
     gl.atomic_xchg(flag, 0, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
-def halve(v, BM: gl.constexpr):
-    """The halves of `flat`: the first and the other BM / 2 columns."""
-    L: gl.constexpr = gl.BlockedLayout([1, BM // 4], [32, 1], [4, 1], [1, 0])
-    v0, v1 = gl.split(gl.permute(gl.reshape(v, [128, 2, BM // 4]), [0, 2, 1]))
+def split_half(v, TILE_M: gl.constexpr):
+    """`thread_major` accumulators of the first and of the other TILE_M / 2 rows of x."""
+    L: gl.constexpr = gl.BlockedLayout([1, TILE_M // 4], [32, 1], [4, 1], [1, 0])
+    v0, v1 = gl.split(gl.permute(gl.reshape(v, [128, 2, TILE_M // 4]), [0, 2, 1]))
     return gl.convert_layout(v0, L, assert_trivial=True), gl.convert_layout(v1, L, assert_trivial=True)
 
 
 @gluon.jit
-def cut(v, BM: gl.constexpr, SPLIT: gl.constexpr):
-    """The halves or quarters of `flat`."""
-    v0, v1 = halve(v, BM)
-    found = (v0, v1)
-    if SPLIT == 4:
-        a0, a1 = halve(v0, BM // 2)
-        b0, b1 = halve(v1, BM // 2)
-        found = (a0, a1, b0, b1)
-    return found
+def split_slices(v, TILE_M: gl.constexpr, SLICES: gl.constexpr):
+    """`thread_major` accumulators as 2 or 4 slices of the rows of x."""
+    v0, v1 = split_half(v, TILE_M)
+    slices = (v0, v1)
+    if SLICES == 4:
+        a0, a1 = split_half(v0, TILE_M // 2)
+        b0, b1 = split_half(v1, TILE_M // 2)
+        slices = (a0, a1, b0, b1)
+    return slices
 
 
 @gluon.jit
-def finish(
-    c: gl.constexpr, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R,
-    S: gl.constexpr, G: gl.constexpr,
+def store_tiles(
+    v, y_descs, y_smem, n, m, slice: gl.constexpr, pointers, N, warpgroup: gl.constexpr, scheme: gl.constexpr, cfg: gl.constexpr
 ):  # fmt: skip
-    """Write a warpgroup's part of a tile, or keep it for the program that holds the tile's start, or add up what others kept.
+    """Store a warpgroup's accumulators of a tile at y[m, n]; of the slice-th slice of its rows of x where they are sliced."""
+    SLICES: gl.constexpr = cfg.reduce_slices if cfg.reduce_slices > 0 else 1
+    BUFFER: gl.constexpr = warpgroup * cfg.n64_per_warpgroup
+    ROWS: gl.constexpr = cfg.tile_m // SLICES
+    at: gl.constexpr = slice * ROWS
+    store_tile(v[0], y_descs[0], y_smem.index(BUFFER).slice(at, ROWS, dim=0), n, m + at, pointers, N, ROWS, scheme)
+    if cfg.n64_per_warpgroup == 2:
+        smem = y_smem.index(BUFFER + 1).slice(at, ROWS, dim=0)
+        store_tile(v[1], y_descs[0], smem, n + 64, m + at, pointers, N, ROWS, scheme)
+    if cfg.tile_m_extra > 0:
+        EXTRA: gl.constexpr = cfg.tile_m_extra // SLICES
+        at2: gl.constexpr = slice * EXTRA
+        smem = y_smem.index(BUFFER).slice(at2, EXTRA, dim=0)
+        store_tile(v[1], y_descs[1], smem, n, m + cfg.tile_m + at2, pointers, N, EXTRA, scheme)
 
-    acb: the sums of the second product, where there are two: further rows of W, or of x.
-    """
-    TWO: gl.constexpr = G.mr == 2 or G.bm2 > 0
-    BM: gl.constexpr = G.bm
-    BM2: gl.constexpr = G.bm if G.mr == 2 else G.bm2
-    STEP: gl.constexpr = G.nb * G.mr * 64 * (G.bm + G.bm2)
-    AHEAD: gl.constexpr = BM <= 32 or (BM == 64 and G.registers > 200)
-    b0: gl.constexpr = c * G.mr
-    b1: gl.constexpr = b0 + G.mr - 1
-    flag = flags + ((tile - whole * P) * G.nb + c)
-    at = ws + b0 * (64 * (G.bm + G.bm2))
-    at2 = at + 64 * G.bm
-    n = (pn * (G.nb * G.mr) + b0) * 64
-    m = pm * (G.bm + G.bm2)
-    v = flat(acc, BM)
-    if TWO:
-        v2 = flat(acb, BM2)
+
+@gluon.jit
+def thread_major_tile(acc, cfg: gl.constexpr):
+    """A warpgroup's accumulators, `thread_major`."""
+    SECOND_M: gl.constexpr = cfg.tile_m if cfg.n64_per_warpgroup == 2 else cfg.tile_m_extra
+    v = (thread_major(acc[0], cfg.tile_m),)
+    if SECOND_M > 0:
+        v = v + (thread_major(acc[1], SECOND_M),)
+    return v
+
+
+@gluon.jit
+def epilogue(
+    warpgroup: gl.constexpr, acc, y_descs, y_smem, pointers, work, cta, N, schedule, scheme: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
+    """Store a whole tile. Of a stream-K tile store partials; the CTA with the tile's first stage waits for those of the others,
+    reduces them in CTA order and stores the tile."""
+    tile, k0, k1, pid_n, pid_m = work
+    stages_per_tile, _tiles_m, _tiles_n, num_ctas, whole_tiles, stream_k_stages = schedule
+    CTA_M: gl.constexpr = cfg.tile_m + cfg.tile_m_extra
+    N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
+    SECOND_M: gl.constexpr = cfg.tile_m if cfg.n64_per_warpgroup == 2 else cfg.tile_m_extra
+    CTA_STRIDE: gl.constexpr = N64 * 64 * CTA_M
+    PREFETCH: gl.constexpr = cfg.tile_m <= 32 or (cfg.tile_m == 64 and cfg.consumer_registers > 200)
+    FIRST_N64: gl.constexpr = warpgroup * cfg.n64_per_warpgroup
+    flag = pointers[1] + ((tile - whole_tiles * num_ctas) * cfg.num_consumer_warpgroups + warpgroup)
+    partials = pointers[0] + FIRST_N64 * (64 * CTA_M)
+    second = partials + 64 * cfg.tile_m
+    n = (pid_n * N64 + FIRST_N64) * 64
+    m = pid_m * CTA_M
+    v = thread_major_tile(acc, cfg)
     if k0 > 0:
-        gl.store(at + p * STEP + places(BM), v)
-        if TWO:
-            gl.store(at2 + p * STEP + places(BM2), v2)
+        gl.store(partials + cta * CTA_STRIDE + partial_offsets(cfg.tile_m), v[0])
+        if SECOND_M > 0:
+            gl.store(second + cta * CTA_STRIDE + partial_offsets(SECOND_M), v[1])
         barrier()
         gl.atomic_add(flag, 1, sem="release", scope="gpu")
     else:
-        if k1 < KS:
-            end = ((tile - whole * P + 1) * KS * P + R - 1) // R
-            await_parts(flag, end - 1 - p)
-            v = collect(v, at, p + 1, end, STEP, BM, AHEAD)
-            if TWO:
-                v2 = collect(v2, at2, p + 1, end, STEP, BM2, AHEAD)
-        write(v, od, ob.index(b0), n, m, bias_ptr, alpha_ptr, N, BM, S)
-        if G.mr == 2:
-            write(v2, od, ob.index(b1), n + 64, m, bias_ptr, alpha_ptr, N, BM, S)
-        if G.bm2 > 0:
-            write(v2, oe, ob.index(b0).slice(0, BM2, dim=0), n, m + BM, bias_ptr, alpha_ptr, N, BM2, S)
+        if k1 < stages_per_tile:
+            end = ((tile - whole_tiles * num_ctas + 1) * stages_per_tile * num_ctas + stream_k_stages - 1) // stream_k_stages
+            wait_for_partials(flag, end - 1 - cta)
+            total = (add_partials(v[0], partials, cta + 1, end, CTA_STRIDE, cfg.tile_m, PREFETCH),)
+            if SECOND_M > 0:
+                total = total + (add_partials(v[1], second, cta + 1, end, CTA_STRIDE, SECOND_M, PREFETCH),)
+            v = total
+        store_tiles(v, y_descs, y_smem, n, m, 0, pointers, N, warpgroup, scheme, cfg)
 
 
 @gluon.jit
-def finish_shared(
-    c: gl.constexpr, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R,
-    S: gl.constexpr, G: gl.constexpr,
+def store_foreign_slices(
+    v, partials, second, flag, cta, rank, ctas_per_tile, CTA_STRIDE: gl.constexpr, cfg: gl.constexpr
 ):  # fmt: skip
-    """The same where all cut tiles have as many programs: G.split of these add up and write as many parts of the rows of x."""
-    TWO: gl.constexpr = G.mr == 2 or G.bm2 > 0
-    SPLIT: gl.constexpr = G.split
-    BM: gl.constexpr = G.bm // SPLIT
-    BM2: gl.constexpr = (G.bm if G.mr == 2 else G.bm2) // SPLIT
-    STEP: gl.constexpr = G.nb * G.mr * 64 * (G.bm + G.bm2)
-    b0: gl.constexpr = c * G.mr
-    b1: gl.constexpr = b0 + G.mr - 1
-    flag = flags + ((tile - whole * P) * G.nb + c) * SPLIT
-    at = ws + b0 * (64 * (G.bm + G.bm2))
-    at2 = at + 64 * G.bm
-    n = (pn * (G.nb * G.mr) + b0) * 64
-    m = pm * (G.bm + G.bm2)
-    v = cut(flat(acc, G.bm), G.bm, SPLIT)
-    v2 = v
-    if TWO:
-        v2 = cut(flat(acb, BM2 * SPLIT), BM2 * SPLIT, SPLIT)
-    uncut = k1 - k0 == KS
-    programs = P * KS // R
-    first = p // programs * programs
-    mine = p - first  # part i belongs to program first + i * programs // SPLIT
-    if not uncut:
-        for i in gl.static_range(SPLIT):
-            if mine != i * programs // SPLIT:
-                gl.store(at + (p * STEP + i * (64 * BM)) + places(BM), v[i])
-                if TWO:
-                    gl.store(at2 + (p * STEP + i * (64 * BM2)) + places(BM2), v2[i])
-        barrier()
-        for i in gl.static_range(SPLIT):
-            if mine != i * programs // SPLIT:
-                gl.atomic_add(flag + i, 1, sem="release", scope="gpu")
-    for i in gl.static_range(SPLIT):
-        if uncut | (mine == i * programs // SPLIT):
-            y = v[i]
-            y2 = v2[i]
-            if not uncut:
-                await_parts(flag + i, programs - 1)
-                y = collect(y, at + i * (64 * BM), first, p, STEP, BM, False)
-                y = collect(y, at + i * (64 * BM), p + 1, first + programs, STEP, BM, False)
-                if TWO:
-                    y2 = collect(y2, at2 + i * (64 * BM2), first, p, STEP, BM2, False)
-                    y2 = collect(y2, at2 + i * (64 * BM2), p + 1, first + programs, STEP, BM2, False)
-            write(y, od, ob.index(b0).slice(i * BM, BM, dim=0), n, m + i * BM, bias_ptr, alpha_ptr, N, BM, S)
-            if G.mr == 2:
-                write(y2, od, ob.index(b1).slice(i * BM, BM, dim=0), n + 64, m + i * BM, bias_ptr, alpha_ptr, N, BM, S)
-            if G.bm2 > 0:
-                o = ob.index(b0).slice(i * BM2, BM2, dim=0)
-                write(y2, oe, o, n, m + G.bm + i * BM2, bias_ptr, alpha_ptr, N, BM2, S)
+    """Store the partials of the slices that other CTAs reduce, and count them in. rank: of the CTA among those of the tile."""
+    SLICES: gl.constexpr = cfg.reduce_slices
+    SECOND_M: gl.constexpr = cfg.tile_m if cfg.n64_per_warpgroup == 2 else cfg.tile_m_extra
+    ROWS: gl.constexpr = cfg.tile_m // SLICES
+    for i in gl.static_range(SLICES):
+        if rank != i * ctas_per_tile // SLICES:
+            gl.store(partials + (cta * CTA_STRIDE + i * (64 * ROWS)) + partial_offsets(ROWS), v[0][i])
+            if SECOND_M > 0:
+                EXTRA: gl.constexpr = SECOND_M // SLICES
+                gl.store(second + (cta * CTA_STRIDE + i * (64 * EXTRA)) + partial_offsets(EXTRA), v[1][i])
+    barrier()
+    for i in gl.static_range(SLICES):
+        if rank != i * ctas_per_tile // SLICES:
+            gl.atomic_add(flag + i, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def reduce_slice(
+    v, partials, second, first_cta, cta, ctas_per_tile, i: gl.constexpr, CTA_STRIDE: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
+    """The i-th slices v plus the partials of all other CTAs of the tile, in their order."""
+    SECOND_M: gl.constexpr = cfg.tile_m if cfg.n64_per_warpgroup == 2 else cfg.tile_m_extra
+    ROWS: gl.constexpr = cfg.tile_m // cfg.reduce_slices
+    y = add_partials(v[0], partials + i * (64 * ROWS), first_cta, cta, CTA_STRIDE, ROWS, False)
+    y = add_partials(y, partials + i * (64 * ROWS), cta + 1, first_cta + ctas_per_tile, CTA_STRIDE, ROWS, False)
+    total = (y,)
+    if SECOND_M > 0:
+        EXTRA: gl.constexpr = SECOND_M // cfg.reduce_slices
+        y2 = add_partials(v[1], second + i * (64 * EXTRA), first_cta, cta, CTA_STRIDE, EXTRA, False)
+        y2 = add_partials(y2, second + i * (64 * EXTRA), cta + 1, first_cta + ctas_per_tile, CTA_STRIDE, EXTRA, False)
+        total = total + (y2,)
+    return total
+
+
+@gluon.jit
+def epilogue_distributed(
+    warpgroup: gl.constexpr, acc, y_descs, y_smem, pointers, work, cta, N, schedule, scheme: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
+    """`epilogue` where all stream-K tiles have as many CTAs: cfg.reduce_slices of these reduce and store a slice of the rows of x
+    each. Slice i belongs to CTA i * ctas_per_tile // reduce_slices of the tile."""
+    tile, k0, k1, pid_n, pid_m = work
+    stages_per_tile, _tiles_m, _tiles_n, num_ctas, whole_tiles, stream_k_stages = schedule
+    SLICES: gl.constexpr = cfg.reduce_slices
+    CTA_M: gl.constexpr = cfg.tile_m + cfg.tile_m_extra
+    N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
+    SECOND_M: gl.constexpr = cfg.tile_m if cfg.n64_per_warpgroup == 2 else cfg.tile_m_extra
+    CTA_STRIDE: gl.constexpr = N64 * 64 * CTA_M
+    FIRST_N64: gl.constexpr = warpgroup * cfg.n64_per_warpgroup
+    flag = pointers[1] + ((tile - whole_tiles * num_ctas) * cfg.num_consumer_warpgroups + warpgroup) * SLICES
+    partials = pointers[0] + FIRST_N64 * (64 * CTA_M)
+    second = partials + 64 * cfg.tile_m
+    n = (pid_n * N64 + FIRST_N64) * 64
+    m = pid_m * CTA_M
+    v = thread_major_tile(acc, cfg)
+    slices = (split_slices(v[0], cfg.tile_m, SLICES),)
+    if SECOND_M > 0:
+        slices = slices + (split_slices(v[1], SECOND_M, SLICES),)
+    whole = k1 - k0 == stages_per_tile
+    ctas_per_tile = num_ctas * stages_per_tile // stream_k_stages
+    first_cta = cta // ctas_per_tile * ctas_per_tile
+    rank = cta - first_cta
+    if not whole:
+        store_foreign_slices(slices, partials, second, flag, cta, rank, ctas_per_tile, CTA_STRIDE, cfg)
+    for i in gl.static_range(SLICES):
+        if whole | (rank == i * ctas_per_tile // SLICES):
+            y = (slices[0][i],)
+            if SECOND_M > 0:
+                y = y + (slices[1][i],)
+            if not whole:
+                wait_for_partials(flag + i, ctas_per_tile - 1)
+                y = reduce_slice(y, partials, second, first_cta, cta, ctas_per_tile, i, CTA_STRIDE, cfg)
+            store_tiles(y, y_descs, y_smem, n, m, i, pointers, N, warpgroup, scheme, cfg)

@@ -1,17 +1,21 @@
 # mypy: ignore-errors
-"""Device code for few rows of x, operands by cp.async through shared memory: by mma.sync m16n8k16 with W as operand A.
+"""GEMM of M <= 32 with a multi-stage cp.async pipeline, by mma.sync m16n8k16: W is operand A, x operand B.
 
-A program owns 16*R*groups rows of W and all of K. Its warps share K out, a unit of 64 or 128 columns per step; the warps of
-one share have R tiles of W each, and x in common. They add up through shared memory at the end, in a fixed order.
+A CTA owns 16 * n16_per_cta rows of W and all of K, or a 1/split_k of it. Its warps form K slices (intra-CTA split-K): those of a
+slice work on the same K tile of 64 or 128 columns, each with n16_per_warp tiles of W of its own, and share x. At the end the
+slices' accumulators are reduced through shared memory, and with split_k those of the CTAs through global memory, both in a fixed
+order.
 
-Words, scales, zero points and x of a step go to a ring of slots in shared memory, some steps ahead: no registers hold what is
-in flight, and the compiler cannot move its loads to where they are used. Copies take whole rows of 128 bytes, while a lane
-reads 16 bytes of several; 16-byte pieces are placed so that no bank is met twice either way. Where `G.ring_x` is not set, x
-comes from the cache instead, in 16-byte pieces each (`layout` says why no shuffle is needed). Rows of x past M repeat row
-M - 1 and are not stored; columns past K are zero.
+Each slice has a pipeline of `stages` shared-memory stages. A stage holds x of a K tile (with `cfg.stage_x`, else x comes from the
+L2), then packed weights, scales and zero points of all tiles of W. Loads in flight occupy no registers, and the compiler cannot
+move them to their uses. A warp copies whole lines of 128 bytes, while a lane reads 16 bytes of several lines: 16-byte vectors are
+swizzled so that both are free of bank conflicts. Rows of x past M repeat row M - 1 and are not stored; columns past K are zero.
 
-A slot holds x, then the words of all tiles, then their scales, then their zero points. Every tensor has one element for each
-thread, so that the layout is only a numbering; R and the 8-row tiles of x may be any number.
+`scheme` is a `traits.SchemeTraits`, `cfg` a `traits.SmallMTraits`. All tensors have one element per thread, so that a layout only
+numbers the threads; tuples hold a thread's elements, so that tile counts need not be powers of two. Other tuples:
+smem: a lane's addresses in stage 0: where it copies weights, scales and zero points to, and x; where it reads these, and x.
+source: see `weight_source`. x_source: address of x, offsets of the lane's vectors, bytes left to K.
+output: bias_ptr, alpha_ptr, y_ptr, M, N.
 """
 
 from __future__ import annotations
@@ -19,365 +23,488 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from bitline.kernels.hopper.device.gemv_mma import (
-    LAUNCH,
-    WAIT,
+from bitline.kernels.hopper.device.common import (
+    GRID_DEPENDENCY_WAIT,
+    LAUNCH_DEPENDENTS,
     barrier,
-    do,
+    emit,
     load_scale,
-    pairs,
-    widen,
-    write,
+    scale_pairs,
+    scales_to_float32,
+    store_output,
 )
 
 _memory = gl.shared_memory_descriptor
-reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret  # its name since, and before, Triton 3.9
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret  # renamed in Triton 3.9
 
-_BASE = gl.constexpr("mov.u32 $0, global_smem;")  # Triton's name of a program's shared memory; there is one allocation
-_COMMIT = gl.constexpr("cp.async.commit_group; // $0")
-_SYNC = gl.constexpr("bar.warp.sync -1; // $0")
-_LOAD4 = gl.constexpr("ld.shared.b32 $0, [$1];")
-_LOADF = gl.constexpr("ld.shared.f32 $0, [$1];")
-_STOREF = gl.constexpr("st.shared.f32 [$1], $2; // $0")
-_LOAD8 = gl.constexpr("ld.shared.v2.f32 {$0,$1}, [$2];")
-_LOAD2 = gl.constexpr("{ .reg .b16 t; ld.shared.u16 t, [$1]; cvt.u32.u16 $0, t; }")
+SMEM_BASE = gl.constexpr("mov.u32 $0, global_smem;")  # Triton's symbol of a CTA's shared memory; there is one allocation
+COMMIT_GROUP = gl.constexpr("cp.async.commit_group; // $0")
+SYNC_WARP = gl.constexpr("bar.warp.sync -1; // $0")
+LOAD_SHARED_B32 = gl.constexpr("ld.shared.b32 $0, [$1];")
+LOAD_SHARED_F32 = gl.constexpr("ld.shared.f32 $0, [$1];")
+STORE_SHARED_F32 = gl.constexpr("st.shared.f32 [$1], $2; // $0")
+LOAD_SHARED_F32X2 = gl.constexpr("ld.shared.v2.f32 {$0,$1}, [$2];")
+LOAD_SHARED_U16 = gl.constexpr("{ .reg .b16 t; ld.shared.u16 t, [$1]; cvt.u32.u16 $0, t; }")
+
+
+# ---- reading a stage ----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def ring_scale(slot, S: gl.constexpr):
-    """What `load_scale` gives, from a slot."""
-    if S.wide:
-        a, b = gl.inline_asm_elementwise(_LOAD8, "=f,=f,r", [slot], dtype=(gl.float32, gl.float32), is_pure=False, pack=1)
-        return (a, b)
+def load_scale_shared(addr, scheme: gl.constexpr):
+    """`load_scale` from shared memory."""
+    if scheme.fp32_scales:
+        lo, hi = gl.inline_asm_elementwise(
+            LOAD_SHARED_F32X2, "=f,=f,r", [addr], dtype=(gl.float32, gl.float32), is_pure=False, pack=1
+        )
+        return (lo, hi)
     else:
-        word = gl.inline_asm_elementwise(_LOAD4, "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1)
-        return (word, word)
+        packed = gl.inline_asm_elementwise(LOAD_SHARED_B32, "=r,r", [addr], dtype=gl.int32, is_pure=False, pack=1)
+        return (packed, packed)
 
 
 @gluon.jit
-def ring_zero(slot):
-    """Two zero points from a slot."""
-    return gl.inline_asm_elementwise(_LOAD2, "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1)
+def load_zero_shared(addr):
+    """Zero points of rows g and g + 8."""
+    return gl.inline_asm_elementwise(LOAD_SHARED_U16, "=r,r", [addr], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def get_x(p, slot, left, S: gl.constexpr, G: gl.constexpr):
-    """The lane's part of one row of x for a unit. p: its address, or slot: that of its copy; left: bytes from p to K."""
-    if G.ring_x:
-        a = (slot, slot ^ 16)
-    elif G.even:
-        a = (p,)
+def load_x(global_addr, shared_addr, bytes_left, scheme: gl.constexpr, cfg: gl.constexpr):
+    """The lane's elements of one row of x in a K tile. bytes_left: from global_addr to K."""
+    PTX: gl.constexpr = scheme.load_x_ptx
+    if cfg.stage_x:
+        args = (shared_addr, shared_addr ^ 16)
+    elif cfg.even:
+        args = (global_addr,)
     else:
-        a = (p, left)
-    return gl.inline_asm_elementwise(S.x[0], S.x[1], a, dtype=(gl.int32,) * (8 * G.blocks), is_pure=False, pack=1)
+        args = (global_addr, bytes_left)
+    return gl.inline_asm_elementwise(PTX[0], PTX[1], args, dtype=(gl.int32,) * (8 * cfg.k_blocks_per_tile), is_pure=False, pack=1)
+
+
+# ---- filling a stage ----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def copy_table(slot, p, offset, second, lane, bytes: gl.constexpr, S: gl.constexpr, G: gl.constexpr):
-    """Copy `bytes` of each of the warp's R tiles, 16 a lane, to where they lie side by side.
+def copy_table(
+    smem_addr, global_addr, tile_stride, second, lane, tile_bytes: gl.constexpr, scheme: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
+    """cp.async tile_bytes of scales or zero points for each of the warp's tiles of W, side by side, 16 bytes per lane.
 
-    offset: of the first tile's row of the table; p: the address of the unit's entries there. The second half of a tile's is that
-    of the unit's second block, where scales are finer than a block.
+    global_addr: the K tile's entries of the first tile of W; tile_stride: bytes from tile to tile. second: 0 where the K tile's
+    second K block is missing; the first block's entries are then copied twice.
     """
-    PIECES: gl.constexpr = bytes // 16  # of a tile
-    ALL: gl.constexpr = G.r * PIECES
+    PTX: gl.constexpr = scheme.copy_table_ptx
+    VECTORS: gl.constexpr = tile_bytes // 16
+    ALL: gl.constexpr = cfg.n16_per_warp * VECTORS
     for j in gl.static_range((ALL + 31) // 32):
         i = lane + 32 * j
-        tile = i // PIECES
-        at = i % PIECES
-        if G.blocks == 2 and S.fine > 1 and not G.even:
-            at = gl.where((second == 0) & (at >= PIECES // 2), at - PIECES // 2, at)
+        tile = i // VECTORS
+        vector = i % VECTORS
+        if cfg.k_blocks_per_tile == 2 and scheme.scales_per_k_block > 1 and not cfg.even:
+            vector = gl.where((second == 0) & (vector >= VECTORS // 2), vector - VECTORS // 2, vector)
         gl.inline_asm_elementwise(
-            S.few[0], S.few[1], [slot + i * 16, p + (tile * offset + at * 16), ALL - i],
+            PTX[0], PTX[1], [smem_addr + i * 16, global_addr + (tile * tile_stride + vector * 16), ALL - i],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
 @gluon.jit
-def copy_unit(slot, u, o, wb, stride, sb, groups, blocks, lane, s_ptr, z_ptr, S: gl.constexpr, G: gl.constexpr):
-    """Copy unit u to slot + o: words, scales and zero points. wb: the lane's words of the first tile and unit, and `stride` bytes
-    from tile to tile; sb: entries of the tables before the first tile.
+def copy_weights(smem, stage, k_tile, source, lane, scheme: gl.constexpr, cfg: gl.constexpr):
+    """cp.async packed weights, scales and zero points of a K tile to the stage at byte offset `stage`.
 
-    The second block of the last unit may be missing: then the first is copied twice, and what x multiplies it with is zero.
+    smem: shared-memory addresses of weights, scales, zero points in stage 0. source: see `weight_source`. The second K block of
+    the last K tile may be missing: the first is then copied twice, and x is zero there.
     """
-    B: gl.constexpr = G.blocks
-    R: gl.constexpr = G.r
-    WBYTES: gl.constexpr = 512 * B * S.planes
-    ENTRIES: gl.constexpr = B * S.fine if S.fine > 1 else 1  # of a unit
-    ENTRY: gl.constexpr = 64 if S.wide else 32
-    at = u
+    w_addr, w_stride, scale_addr, zero_addr, scale_row, scales_per_row, num_k_blocks = source
+    PTX: gl.constexpr = scheme.copy_weights_ptx
+    K_BLOCKS: gl.constexpr = cfg.k_blocks_per_tile
+    N16: gl.constexpr = cfg.n16_per_warp
+    ENTRIES: gl.constexpr = K_BLOCKS * scheme.scales_per_k_block if scheme.scales_per_k_block > 1 else 1
+    ENTRY_BYTES: gl.constexpr = 64 if scheme.fp32_scales else 32
+    at = k_tile
     second = 1
-    if not G.even:
-        at = gl.minimum(u, (blocks + B - 1) // B - 1)
-        second = gl.where(at * B + 1 < blocks, 1, 0)
-    wp = wb + at * WBYTES
-    for r in gl.static_range(R):
-        a = (slot[0] + (o + r * WBYTES), wp)
-        if B == 2:
-            a = a + (wp + second * (512 * S.planes),)
-        gl.inline_asm_elementwise(S.copy[0], S.copy[1], a, dtype=gl.int32, is_pure=False, pack=1)
-        wp += stride
-    if S.per > 0:
-        first = sb + at // S.per * ENTRIES
-        copy_table(slot[1] + o, s_ptr + first * ENTRY, groups * ENTRY, second, lane, ENTRIES * ENTRY, S, G)
-        if S.zero:
-            copy_table(slot[2] + o, z_ptr + first * 16, groups * 16, second, lane, ENTRIES * 16, S, G)
+    if not cfg.even:
+        at = gl.minimum(k_tile, (num_k_blocks + K_BLOCKS - 1) // K_BLOCKS - 1)
+        second = gl.where(at * K_BLOCKS + 1 < num_k_blocks, 1, 0)
+    w = w_addr + at * cfg.tile_weight_bytes
+    for n16 in gl.static_range(N16):
+        args = (smem[0] + (stage + n16 * cfg.tile_weight_bytes), w)
+        if K_BLOCKS == 2:
+            args = args + (w + second * (512 * scheme.planes),)
+        gl.inline_asm_elementwise(PTX[0], PTX[1], args, dtype=gl.int32, is_pure=False, pack=1)
+        w += w_stride
+    if scheme.k_tiles_per_scale > 0:
+        entry = scale_row + at // scheme.k_tiles_per_scale * ENTRIES
+        copy_table(
+            smem[1] + stage, scale_addr + entry * ENTRY_BYTES, scales_per_row * ENTRY_BYTES, second, lane, ENTRIES * ENTRY_BYTES,
+            scheme, cfg,
+        )  # fmt: skip
+        if scheme.zero_points:
+            copy_table(smem[2] + stage, zero_addr + entry * 16, scales_per_row * 16, second, lane, ENTRIES * 16, scheme, cfg)
 
 
 @gluon.jit
-def copy_x(slot, xb, xo, left, S: gl.constexpr, G: gl.constexpr):
-    """Copy a unit of x, each lane its pieces of some rows. slot, xo: of each piece; left: bytes from there to K."""
-    J: gl.constexpr = (2 * G.mt + G.groups - 1) // G.groups
-    B: gl.constexpr = G.blocks
-    for b in gl.static_range(B):
-        count = left * 0 + 16
-        if not G.even:
-            count = gl.where(left > b * 128, 16, 0)
-        for j in gl.static_range(J):
+def copy_x(smem, stage, x_source, x_at, scheme: gl.constexpr, cfg: gl.constexpr):
+    """cp.async x of a K tile, x_at bytes from the first one, to the stage at byte offset `stage`; zeros past K.
+
+    smem: addresses of the lane's vectors in stage 0. x_source: address of x, offsets of these vectors, bytes from there to K.
+    """
+    x_addr, offsets, bytes_left = x_source
+    PTX: gl.constexpr = scheme.copy_x_ptx
+    K_BLOCKS: gl.constexpr = cfg.k_blocks_per_tile
+    VECTORS: gl.constexpr = cfg.x_vectors_per_lane
+    to = ()
+    for j in gl.static_range(VECTORS):
+        to = to + (smem[j] + stage,)
+    x_addr += x_at
+    bytes_left -= x_at
+    for b in gl.static_range(K_BLOCKS):
+        count = bytes_left * 0 + 16
+        if not cfg.even:
+            count = gl.where(bytes_left > b * 128, 16, 0)
+        for j in gl.static_range(VECTORS):
             gl.inline_asm_elementwise(
-                S.piece[0], S.piece[1], [slot[j] + b * 1024 * G.mt, xb + (xo[j] + b * 128), count],
+                PTX[0], PTX[1], [to[j] + b * 1024 * cfg.m8_tiles, x_addr + (offsets[j] + b * 128), count],
                 dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
 
 
+# ---- the phases of the kernel -------------------------------------------------------------------------------------------
+
+
 @gluon.jit
-def step(acc, slot, s, z, x, r: gl.constexpr, S: gl.constexpr, G: gl.constexpr):
-    """One unit of 64 or 128 columns of tile r: decode, multiply and add to acc. slot: the lane's words, scales, zero points."""
-    FINE: gl.constexpr = S.fine if S.fine > 1 else 1
-    ENTRY: gl.constexpr = 64 if S.wide else 32
-    NO: gl.constexpr = 4 * G.mt
-    if S.per > 0:
-        s = ring_scale(slot[1], S)
-        if S.zero:
-            z = (ring_zero(slot[2]),)
-        if S.fine > 1 and G.blocks == 2:
-            s = s + ring_scale(slot[1] + ENTRY * FINE, S)
-            if S.zero:
-                z = z + (ring_zero(slot[2] + 16 * FINE),)
-    a = (slot[0],) + x
-    if S.zero:
-        a = a + z
+def mma_k_tile(acc, addr, s, z, x, n16: gl.constexpr, scheme: gl.constexpr, cfg: gl.constexpr):
+    """Accumulators of one tile of W after a K tile: dequantize, MMA, scale. addr: the lane's weights, scales, zero points."""
+    PTX: gl.constexpr = scheme.mma_ptx
+    PER_BLOCK: gl.constexpr = scheme.scales_per_k_block
+    ENTRY_BYTES: gl.constexpr = 64 if scheme.fp32_scales else 32
+    NUM_ACC: gl.constexpr = 4 * cfg.m8_tiles
+    if scheme.k_tiles_per_scale > 0:
+        s = load_scale_shared(addr[1], scheme)
+        if scheme.zero_points:
+            z = (load_zero_shared(addr[2]),)
+        if PER_BLOCK > 1 and cfg.k_blocks_per_tile == 2:
+            s = s + load_scale_shared(addr[1] + ENTRY_BYTES * PER_BLOCK, scheme)
+            if scheme.zero_points:
+                z = z + (load_zero_shared(addr[2] + 16 * PER_BLOCK),)
+    args = (addr[0],) + x
+    if scheme.zero_points:
+        args = args + z
     out = ()
-    if S.fine > 1:  # scales of 16 or 32 columns: each lane scales its own
-        a = a + pairs(s, 0, S)
-        if G.blocks == 2:
-            a = a + pairs(s, 2, S)
-        for i in gl.static_range(NO):
-            a = a + (acc[r * NO + i],)
-        out = gl.inline_asm_elementwise(S.unit[0], S.unit[1], a, dtype=(gl.float32,) * NO, is_pure=False, pack=1)
-    else:
-        lo, hi = widen(s, S)
+    if PER_BLOCK > 1:  # scale blocks of 16 or 32 columns scale the weights, each lane its own
+        args = args + scale_pairs(s, 0, scheme)
+        if cfg.k_blocks_per_tile == 2:
+            args = args + scale_pairs(s, 2, scheme)
+        for i in gl.static_range(NUM_ACC):
+            args = args + (acc[n16 * NUM_ACC + i],)
+        out = gl.inline_asm_elementwise(PTX[0], PTX[1], args, dtype=(gl.float32,) * NUM_ACC, is_pure=False, pack=1)
+    else:  # larger ones scale the K tile's accumulators
+        lo, hi = scales_to_float32(s, scheme)
         zero = gl.zeros_like(lo)
-        for _i in gl.static_range(NO):
-            a = a + (zero,)
-        p = gl.inline_asm_elementwise(S.unit[0], S.unit[1], a, dtype=(gl.float32,) * NO, is_pure=False, pack=1)
-        for i in gl.static_range(NO):
+        for _i in gl.static_range(NUM_ACC):
+            args = args + (zero,)
+        p = gl.inline_asm_elementwise(PTX[0], PTX[1], args, dtype=(gl.float32,) * NUM_ACC, is_pure=False, pack=1)
+        for i in gl.static_range(NUM_ACC):
             if i % 4 < 2:
-                out = out + (acc[r * NO + i] + p[i] * lo,)
+                out = out + (acc[n16 * NUM_ACC + i] + p[i] * lo,)
             else:
-                out = out + (acc[r * NO + i] + p[i] * hi,)
+                out = out + (acc[n16 * NUM_ACC + i] + p[i] * hi,)
     return out
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "blocks", "tiles", "groups", "steps"])
-def ring(
-    x_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, alpha_ptr, o_ptr, ws, flags, M, N, K, blocks, tiles, groups, steps,
-    S: gl.constexpr, G: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """y [M, N] = alpha * x [M, K] @ W.T + bias. S is a `launch.Code`, G a `launch.Lanes`.
+@gluon.jit
+def weight_source(w_ptr, scale_ptr, zero_ptr, n16_tile, num_k_blocks, scales_per_row, lane, scheme: gl.constexpr):
+    """Where a warp loads weights from: address, stride per tile, tables' addresses, first entry, entries per row, K blocks."""
+    w_addr = w_ptr.to(gl.int64) + ((n16_tile * num_k_blocks).to(gl.int64) * (512 * scheme.planes) + lane * 16)
+    w_stride = num_k_blocks.to(gl.int64) * (512 * scheme.planes)
+    scale_addr = scale_ptr.to(gl.int64)
+    zero_addr = zero_ptr.to(gl.int64)
+    return w_addr, w_stride, scale_addr, zero_addr, n16_tile * scales_per_row, scales_per_row, num_k_blocks
 
-    blocks: K / 64, rounded up. tiles: N / 16, rounded up, and at least R*groups of a program. groups: scales of a row. steps:
-    units of a share of K. Here S.per counts units. Scales are float32 [tiles, groups, 8, 2] (S.wide) or pairs of the input's
-    dtype; z_ptr: bytes. Rows of x are a multiple of 16 bytes.
+
+@gluon.jit
+def stage_addresses(smem_slice, slice_warp, lane, g, q, scheme: gl.constexpr, cfg: gl.constexpr):
+    """(where a lane's copies of weights, scales and zero points go, where it reads its own) in stage 0, swizzled."""
+    N16: gl.constexpr = cfg.n16_per_warp
+    ALL: gl.constexpr = N16 * cfg.warps_per_k_slice
+    W: gl.constexpr = cfg.tile_weight_bytes
+    S: gl.constexpr = cfg.tile_scale_bytes
+    Z: gl.constexpr = cfg.tile_zero_bytes
+    weights = smem_slice + cfg.stage_x_bytes + slice_warp * (N16 * W)
+    scales = smem_slice + (cfg.stage_x_bytes + ALL * W) + slice_warp * (N16 * S)
+    zeros = smem_slice + (cfg.stage_x_bytes + ALL * (W + S)) + slice_warp * (N16 * Z)
+    write = (weights + ((lane // 8) * 8 + ((lane % 8) ^ (lane // 8 * 2))) * 16, scales, zeros)
+    entry = q * scheme.scales_per_k_block // 4 * 8 + g
+    read = (weights + q * 128 + ((g ^ (q * 2)) * 16), scales + entry * (8 if scheme.fp32_scales else 4), zeros + entry * 2)
+    return write, read
+
+
+@gluon.jit
+def x_addresses(smem_slice, slice_warp, first_k_tile, lane, g, q, M, K, scheme: gl.constexpr, cfg: gl.constexpr):
+    """(where a lane's copies of x go in stage 0, their offsets from x, bytes from there to K), from the CTA's first K tile on.
+
+    Without cfg.stage_x, no copies: offsets are those of the lane's own loads.
     """
-    NW: gl.constexpr = num_warps
-    RG: gl.constexpr = G.groups
-    KS: gl.constexpr = NW // RG  # shares of K
-    R: gl.constexpr = G.r
-    D: gl.constexpr = G.depth
-    MT: gl.constexpr = G.mt
-    T: gl.constexpr = 32 * NW
-    TILES: gl.constexpr = RG * R
-    XBYTES: gl.constexpr = 128 * G.blocks
-    ENTRIES: gl.constexpr = (G.blocks * S.fine if S.fine > 1 else 1) if S.per > 0 else 0
-    WBYTES: gl.constexpr = 512 * G.blocks * S.planes
-    SBYTES: gl.constexpr = ENTRIES * (64 if S.wide else 32)
-    ZBYTES: gl.constexpr = ENTRIES * 16 if S.zero else 0
-    XCOPY: gl.constexpr = 1024 * MT * G.blocks if G.ring_x else 0
-    STEP: gl.constexpr = (TILES * (WBYTES + SBYTES + ZBYTES) + XCOPY + 127) // 128 * 128  # of a share
-    NO: gl.constexpr = 4 * MT
-    OUT: gl.constexpr = TILES * NO * 32  # results of a program
-    SHARE: gl.constexpr = D * STEP if D * STEP > 4 * OUT else 4 * OUT
-    J: gl.constexpr = (2 * MT + RG - 1) // RG  # pieces of x of a lane and block: of 4 rows each
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
-    sm = gl.allocate_shared_memory(gl.float32, [(KS * SHARE + 511) // 512, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tid = gl.arange(0, T, L)
+    X: gl.constexpr = cfg.k_tile_x_bytes
+    WARPS: gl.constexpr = cfg.warps_per_k_slice
+    M8: gl.constexpr = cfg.m8_tiles
+    VECTORS: gl.constexpr = cfg.x_vectors_per_lane
+    write = ()
+    offsets = ()
+    if cfg.stage_x:
+        for j in gl.static_range(VECTORS):
+            row = (slice_warp + j * WARPS) % (2 * M8) * 4 + lane // 8
+            write = write + (smem_slice + row * 128 + ((lane % 8) ^ (row % 2)) * 16,)
+            offsets = offsets + (gl.minimum(row, M - 1) * (2 * K) + (lane % 8) * 16 + first_k_tile * X,)
+        bytes_left = 2 * K - (lane % 8) * 16 - first_k_tile * X
+    else:
+        for m in gl.static_range(M8):
+            offsets = offsets + (gl.minimum(g + 8 * m, M - 1) * (2 * K) + q * 32 + first_k_tile * X,)
+        bytes_left = 2 * K - q * 32 - first_k_tile * X
+    return write, offsets, bytes_left
+
+
+@gluon.jit
+def channel_scales(scale_ptr, zero_ptr, scale_row, scales_per_row, g, scheme: gl.constexpr, cfg: gl.constexpr):
+    """Per-channel scales and zero points of the warp's tiles of W, kept in registers; empty where there are several per row."""
+    N16: gl.constexpr = cfg.n16_per_warp
+    s = ()
+    z = ()
+    if scheme.k_tiles_per_scale == 0:
+        for n16 in gl.static_range(N16):
+            s = s + load_scale(scale_ptr, (scale_row + n16 * scales_per_row) * 8 + g, scheme)
+            if scheme.zero_points:
+                z = z + (gl.load(zero_ptr + ((scale_row + n16 * scales_per_row) * 8 + g)).to(gl.int32),)
+    return s, z
+
+
+@gluon.jit
+def fill_pipeline(smem, source, x_source, first_k_tile, num_iters, lane, scheme: gl.constexpr, cfg: gl.constexpr):
+    """Copy the K tiles of the first stages - 1 iterations. Returns the offset of x in the next one.
+
+    x, and with cfg.pdl_early the weights of all but the first stage, are copied once the kernel before has ended.
+    """
+    FILL: gl.constexpr = cfg.stages - 1
+    BEFORE_WAIT: gl.constexpr = 1 if cfg.pdl_early else FILL
+    for i in gl.static_range(BEFORE_WAIT):
+        if i < num_iters:
+            copy_weights(smem[0], i * cfg.stage_bytes, first_k_tile + i * cfg.k_tiles_per_step, source, lane, scheme, cfg)
+        if not cfg.stage_x:
+            emit(COMMIT_GROUP)
+    if cfg.pdl:  # only x depends on the kernel before
+        emit(GRID_DEPENDENCY_WAIT)
+        emit(LAUNCH_DEPENDENTS)
+    x_at = 0
+    for i in gl.static_range(FILL):
+        if i >= BEFORE_WAIT and i < num_iters:
+            copy_weights(smem[0], i * cfg.stage_bytes, first_k_tile + i * cfg.k_tiles_per_step, source, lane, scheme, cfg)
+        if cfg.stage_x:
+            if i < num_iters:
+                copy_x(smem[1], i * cfg.stage_bytes, x_source, x_at, scheme, cfg)
+            emit(COMMIT_GROUP)
+            x_at += cfg.k_tiles_per_step * cfg.k_tile_x_bytes
+        elif i >= BEFORE_WAIT:
+            emit(COMMIT_GROUP)
+    return x_at
+
+
+@gluon.jit
+def wait_for_stage(named_barrier, cfg: gl.constexpr, num_warps: gl.constexpr):
+    """Wait until the oldest stage is filled, by all warps of the K slice."""
+    gl.inline_asm_elementwise(cfg.wait_stage_ptx, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    if cfg.warps_per_k_slice == 1:
+        emit(SYNC_WARP)
+    elif cfg.warps_per_k_slice == num_warps:
+        barrier()
+    else:
+        gl.inline_asm_elementwise(cfg.sync_k_slice_ptx, "=r,r", [named_barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def mma_stage(acc, smem, stage, x_source, x_at, channel, scheme: gl.constexpr, cfg: gl.constexpr):
+    """Accumulators after the K tile in the stage at byte offset `stage`, for all of the warp's tiles of W.
+
+    channel: per-channel scales and zero points (`channel_scales`).
+    """
+    x_addr, x_offsets, bytes_left = x_source
+    weights, x_read = smem[2], smem[3]
+    N16: gl.constexpr = cfg.n16_per_warp
+    M8: gl.constexpr = cfg.m8_tiles
+    x = ()
+    for m in gl.static_range(M8):
+        if cfg.stage_x:
+            x = x + load_x(x_addr, x_read + (stage + m * 1024), bytes_left, scheme, cfg)
+        else:
+            x = x + load_x(x_addr + (x_offsets[m] + x_at), x_read, bytes_left - x_at, scheme, cfg)
+    out = ()
+    for n16 in gl.static_range(N16):
+        addr = (
+            weights[0] + (stage + n16 * cfg.tile_weight_bytes), weights[1] + (stage + n16 * cfg.tile_scale_bytes),
+            weights[2] + (stage + n16 * cfg.tile_zero_bytes),
+        )  # fmt: skip
+        s = ()
+        z = ()
+        if scheme.k_tiles_per_scale == 0:
+            s = (channel[0][2 * n16], channel[0][2 * n16 + 1])
+            if scheme.zero_points:
+                z = (channel[1][n16],)
+        out = out + mma_k_tile(acc, addr, s, z, x, n16, scheme, cfg)
+    return out
+
+
+@gluon.jit
+def main_loop(
+    acc, x_at, smem, source, x_source, channel, k_slice, first_k_tile, num_iters, lane, scheme: gl.constexpr, cfg: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Accumulators of the warp's K tiles. An iteration waits for a stage, refills the one before it, dequantizes, multiplies."""
+    FILL: gl.constexpr = cfg.stages - 1
+    named_barrier = k_slice + 1  # 0 is the CTA's
+    next_k_tile = first_k_tile + FILL * cfg.k_tiles_per_step
+    fill_stage = FILL * cfg.stage_bytes
+    stage = 0
+    for i in range(0, num_iters):
+        wait_for_stage(named_barrier, cfg, num_warps)
+        if i + FILL < num_iters:
+            copy_weights(smem[0], fill_stage, next_k_tile, source, lane, scheme, cfg)
+            if cfg.stage_x:
+                copy_x(smem[1], fill_stage, x_source, x_at, scheme, cfg)
+        emit(COMMIT_GROUP)
+        acc = mma_stage(acc, smem, stage, x_source, x_at, channel, scheme, cfg)
+        next_k_tile += cfg.k_tiles_per_step
+        fill_stage = stage
+        stage += cfg.stage_bytes
+        if stage == cfg.stages * cfg.stage_bytes:
+            stage = 0
+        x_at += cfg.k_tiles_per_step * cfg.k_tile_x_bytes
+    return acc
+
+
+@gluon.jit
+def store_elements(acc, e, valid, first_n16, output, scheme: gl.constexpr, cfg: gl.constexpr):
+    """Epilogue of a CTA's elements e = ((n16 * 4*m8_tiles + i)*warps_per_k_slice + warp of the slice)*32 + lane of y."""
+    NUM_ACC: gl.constexpr = 4 * cfg.m8_tiles
+    WARPS: gl.constexpr = cfg.warps_per_k_slice
+    at = e // (32 * WARPS)
+    i = at % NUM_ACC
+    lane = e % 32
+    n = (first_n16 + e // 32 % WARPS * cfg.n16_per_warp + at // NUM_ACC) * 16 + lane // 4 + i % 4 // 2 * 8
+    m = i // 4 * 8 + lane % 4 * 2 + i % 2
+    bias_ptr, alpha_ptr, y_ptr, M, N = output
+    store_output(acc, gl.where(valid, n, N), m, bias_ptr, alpha_ptr, y_ptr, M, N, scheme)
+
+
+@gluon.jit
+def reduce_k_slices(
+    acc, allocation, smem_base, tid, first_n16, partials_ptr, output, L: gl.constexpr, scheme: gl.constexpr, cfg: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Reduce the K slices' accumulators through shared memory, in slice order; store y, or with split_k the CTA's partials."""
+    WARPS: gl.constexpr = cfg.warps_per_k_slice
+    K_SLICES: gl.constexpr = num_warps // WARPS
+    THREADS: gl.constexpr = 32 * num_warps
+    NUM_ACC: gl.constexpr = cfg.n16_per_warp * 4 * cfg.m8_tiles  # of a thread
+    ELEMENTS: gl.constexpr = NUM_ACC * WARPS * 32  # of y, per CTA
+    barrier()  # all stages are consumed
+    # The allocation needs a user that the compiler sees, hence one store without inline PTX.
+    reinterpret(allocation, gl.float32, [THREADS], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(acc[0])
+    for i in gl.static_range(1, NUM_ACC):
+        addr = smem_base + (i * THREADS + tid) * 4
+        gl.inline_asm_elementwise(STORE_SHARED_F32, "=r,r,f", [addr, acc[i]], dtype=gl.int32, is_pure=False, pack=1)
+    barrier()
+    partials = partials_ptr + (gl.program_id(0) * ELEMENTS).to(gl.int64)
+    for j in gl.static_range((ELEMENTS + THREADS - 1) // THREADS):
+        e = tid + j * THREADS  # see `store_elements`
+        y = gl.zeros([THREADS], gl.float32, L)
+        addr = smem_base + gl.minimum(e // (32 * WARPS), NUM_ACC - 1) * (4 * THREADS) + e % (32 * WARPS) * 4
+        for k in gl.static_range(K_SLICES):
+            y += gl.inline_asm_elementwise(
+                LOAD_SHARED_F32, "=f,r", [addr + k * (128 * WARPS)], dtype=gl.float32, is_pure=False, pack=1
+            )
+        if cfg.split_k == 1:
+            store_elements(y, e, e < ELEMENTS, first_n16, output, scheme, cfg)
+        else:
+            gl.store(partials + e, y, mask=e < ELEMENTS)
+
+
+@gluon.jit
+def reduce_split_k(
+    partials_ptr, flags_ptr, pid_n, pid_k, tid, first_n16, output, scheme: gl.constexpr, cfg: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Distributed split-K reduction: each of the tile's split_k CTAs waits for all of them, then reduces and stores 1/split_k of
+    the elements, in CTA order. The tile's flag counts arrivals, then departures; the last CTA to leave resets it."""
+    SPLIT_K: gl.constexpr = cfg.split_k
+    THREADS: gl.constexpr = 32 * num_warps
+    ELEMENTS: gl.constexpr = cfg.n16_per_warp * 4 * cfg.m8_tiles * cfg.warps_per_k_slice * 32
+    OWN: gl.constexpr = ELEMENTS // SPLIT_K
+    barrier()
+    flag = flags_ptr + pid_n
+    gl.atomic_add(flag, 1, sem="release", scope="gpu")
+    arrived = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
+    while arrived < SPLIT_K:
+        arrived = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
+    barrier()
+    partials = partials_ptr + (pid_n * (SPLIT_K * ELEMENTS)).to(gl.int64)
+    for j in gl.static_range((OWN + THREADS - 1) // THREADS):
+        e = pid_k * OWN + tid + j * THREADS
+        valid = tid + j * THREADS < OWN
+        y = gl.load(partials + e, mask=valid, other=0.0, cache_modifier=".cg")
+        for k in gl.static_range(1, SPLIT_K):
+            y += gl.load(partials + (e + k * ELEMENTS), mask=valid, other=0.0, cache_modifier=".cg")
+        store_elements(y, e, valid, first_n16, output, scheme, cfg)
+    count = gl.atomic_add(flag, 1, sem="relaxed", scope="gpu")
+    if count == 2 * SPLIT_K - 1:
+        gl.atomic_xchg(flag, 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit(do_not_specialize=["M", "N", "K", "num_k_blocks", "num_n16_tiles", "scales_per_row", "num_iters"])
+def small_m_pipelined(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, alpha_ptr, y_ptr, partials_ptr, flags_ptr, M, N, K, num_k_blocks, num_n16_tiles,
+    scales_per_row, num_iters, scheme: gl.constexpr, cfg: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """y [M, N] = alpha * x [M, K] @ W.T + bias; rows of x are a multiple of 16 bytes.
+
+    Weights, scales and zero points as in `gemv_mma`. partials_ptr, flags_ptr: workspace of split_k. num_k_blocks: ceil(K / 64).
+    num_n16_tiles: ceil(N / 16), at least those of a CTA. num_iters: K iterations of a slice.
+    """
+    K_SLICES: gl.constexpr = num_warps // cfg.warps_per_k_slice
+    SPLIT_K: gl.constexpr = cfg.split_k
+    THREADS: gl.constexpr = 32 * num_warps
+    N16_PER_CTA: gl.constexpr = cfg.n16_per_warp * cfg.warps_per_k_slice
+    NUM_ACC: gl.constexpr = cfg.n16_per_warp * 4 * cfg.m8_tiles  # of a thread
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    SHAPE: gl.constexpr = [(K_SLICES * cfg.slice_bytes + 511) // 512, 128]
+    allocation = gl.allocate_shared_memory(gl.float32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tid = gl.arange(0, THREADS, L)
     lane = tid % 32
     g = lane // 4
     q = lane % 4
-    u = tid // (32 * RG)
-    row_group = tid // 32 % RG
-    CUT: gl.constexpr = G.cut
-    STRIDE: gl.constexpr = KS * CUT  # units from step to step
-    pn = gl.program_id(0) // CUT
-    part = gl.program_id(0) % CUT
-    unit = part * KS + u  # the first
-    first = gl.minimum(pn * TILES, tiles - TILES)  # the last program repeats rows of the one before it
-    rt = first + row_group * R
-    wb = w_ptr.to(gl.int64) + ((rt * blocks).to(gl.int64) * (512 * S.planes) + lane * 16)
-    stride = blocks.to(gl.int64) * (512 * S.planes)
-    sp = s_ptr.to(gl.int64)
-    zp = z_ptr.to(gl.int64)
-    xb = x_ptr.to(gl.int64)
-    sb = rt * groups
-    base = gl.inline_asm_elementwise(_BASE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    share = base + u * SHARE
-    words = share + XCOPY + row_group * (R * WBYTES)
-    scales = share + (XCOPY + TILES * WBYTES) + row_group * (R * SBYTES)
-    zeros = share + (XCOPY + TILES * (WBYTES + SBYTES)) + row_group * (R * ZBYTES)
-    into = (words + ((lane // 8) * 8 + ((lane % 8) ^ (lane // 8 * 2))) * 16, scales, zeros)
-    f = q * S.fine // 4 * 8 + g
-    slot = (words + q * 128 + ((g ^ (q * 2)) * 16), scales + f * (8 if S.wide else 4), zeros + f * 2)
-    # x in the ring, as it is read, and as it is copied; or as it is read from the cache
-    xs = share + g * 128 + ((q * 2) ^ (g % 2)) * 16
-    xw = ()
-    xo = ()
-    if G.ring_x:
-        for j in gl.static_range(J):
-            row = (row_group + j * RG) % (2 * MT) * 4 + lane // 8
-            xw = xw + (share + row * 128 + ((lane % 8) ^ (row % 2)) * 16,)
-            xo = xo + (gl.minimum(row, M - 1) * (2 * K) + (lane % 8) * 16 + unit * XBYTES,)
-        left = 2 * K - (lane % 8) * 16 - unit * XBYTES
-    else:
-        for m in gl.static_range(MT):
-            xo = xo + (gl.minimum(g + 8 * m, M - 1) * (2 * K) + q * 32 + unit * XBYTES,)
-        left = 2 * K - q * 32 - unit * XBYTES
-    s = ()
-    z = ()
-    if S.per == 0:
-        for r in gl.static_range(R):
-            s = s + load_scale(s_ptr, (sb + r * groups) * 8 + g, S)
-            if S.zero:
-                z = z + (gl.load(z_ptr + ((sb + r * groups) * 8 + g)).to(gl.int32),)
-    # the first D - 1 steps
-    EARLY: gl.constexpr = 1 if G.early else D - 1
-    for i in gl.static_range(EARLY):
-        if i < steps:
-            copy_unit(into, unit + i * STRIDE, i * STEP, wb, stride, sb, groups, blocks, lane, sp, zp, S, G)
-        if not G.ring_x:
-            do(_COMMIT)
+    k_slice = tid // (32 * cfg.warps_per_k_slice)
+    slice_warp = tid // 32 % cfg.warps_per_k_slice
+    pid_n = gl.program_id(0) // SPLIT_K
+    pid_k = gl.program_id(0) % SPLIT_K
+    first_k_tile = pid_k * K_SLICES + k_slice
+    first_n16 = gl.minimum(pid_n * N16_PER_CTA, num_n16_tiles - N16_PER_CTA)  # the last CTA repeats rows of the one before it
+    n16_tile = first_n16 + slice_warp * cfg.n16_per_warp
+    source = weight_source(w_ptr, scale_ptr, zero_ptr, n16_tile, num_k_blocks, scales_per_row, lane, scheme)
+    x_addr = x_ptr.to(gl.int64)
+    smem_base = gl.inline_asm_elementwise(SMEM_BASE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    smem_slice = smem_base + k_slice * cfg.slice_bytes
+    write, read = stage_addresses(smem_slice, slice_warp, lane, g, q, scheme, cfg)
+    x_read = smem_slice + g * 128 + ((q * 2) ^ (g % 2)) * 16
+    x_write, x_offsets, bytes_left = x_addresses(smem_slice, slice_warp, first_k_tile, lane, g, q, M, K, scheme, cfg)
+    smem, x_source = (write, x_write, read, x_read), (x_addr, x_offsets, bytes_left)
+    channel = channel_scales(scale_ptr, zero_ptr, n16_tile * scales_per_row, scales_per_row, g, scheme, cfg)
+    x_at = fill_pipeline(smem, source, x_source, first_k_tile, num_iters, lane, scheme, cfg)
     acc = ()
-    for _i in gl.static_range(R * NO):
-        acc = acc + (gl.zeros([T], gl.float32, L),)
-    if G.pdl:  # the weights do not depend on the kernel before, x does
-        do(WAIT)
-        do(LAUNCH)
-    at = 0
-    for i in gl.static_range(D - 1):
-        if i >= EARLY and i < steps:
-            copy_unit(into, unit + i * STRIDE, i * STEP, wb, stride, sb, groups, blocks, lane, sp, zp, S, G)
-        if G.ring_x:
-            if i < steps:
-                copy_x(shifted(xw, i * STEP), xb + at, xo, left - at, S, G)
-            do(_COMMIT)
-            at += STRIDE * XBYTES
-        elif i >= EARLY:
-            do(_COMMIT)
-    bar = u + 1
-    un = unit + (D - 1) * STRIDE
-    into_at = (D - 1) * STEP
-    out = 0
-    for i in range(0, steps):
-        gl.inline_asm_elementwise(G.wait, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        if RG == 1:
-            do(_SYNC)
-        elif KS == 1:
-            barrier()
-        else:  # the warps of a share
-            gl.inline_asm_elementwise(G.sync, "=r,r", [bar], dtype=gl.int32, is_pure=False, pack=1)
-        if i + (D - 1) < steps:
-            copy_unit(into, un, into_at, wb, stride, sb, groups, blocks, lane, sp, zp, S, G)
-            if G.ring_x:
-                copy_x(shifted(xw, into_at), xb + at, xo, left - at, S, G)
-        do(_COMMIT)
-        x = ()
-        for m in gl.static_range(MT):
-            if G.ring_x:
-                x = x + get_x(xb, xs + (out + m * 1024), left, S, G)
-            else:
-                x = x + get_x(xb + (xo[m] + at), xs, left - at, S, G)
-        new = ()
-        for r in gl.static_range(R):
-            now = (slot[0] + (out + r * WBYTES), slot[1] + (out + r * SBYTES), slot[2] + (out + r * ZBYTES))
-            mine = ()
-            zero = ()
-            if S.per == 0:
-                mine = (s[2 * r], s[2 * r + 1])
-                if S.zero:
-                    zero = (z[r],)
-            new = new + step(acc, now, mine, zero, x, r, S, G)
-        acc = new
-        un += STRIDE
-        into_at = out
-        out += STEP
-        if out == D * STEP:
-            out = 0
-        at += STRIDE * XBYTES
-    # sum over the shares of K
-    barrier()  # the ring is free
-    reinterpret(sm, gl.float32, [T], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(acc[0])  # its allocation needs a user
-    for i in gl.static_range(1, R * NO):
-        gl.inline_asm_elementwise(_STOREF, "=r,r,f", [base + (i * T + tid) * 4, acc[i]], dtype=gl.int32, is_pure=False, pack=1)
-    barrier()
-    mine = ws + (gl.program_id(0) * OUT).to(gl.int64)
-    for j in gl.static_range((OUT + T - 1) // T):
-        e = tid + j * T  # ((r*NO + i)*RG + row_group)*32 + lane
-        y = gl.zeros([T], gl.float32, L)
-        here = base + gl.minimum(e // (32 * RG), R * NO - 1) * (4 * T) + e % (32 * RG) * 4
-        for k in gl.static_range(KS):
-            y += gl.inline_asm_elementwise(_LOADF, "=f,r", [here + k * (128 * RG)], dtype=gl.float32, is_pure=False, pack=1)
-        if CUT == 1:
-            result(y, e, e < OUT, first, bias_ptr, alpha_ptr, o_ptr, M, N, S, G)
-        else:
-            gl.store(mine + e, y, mask=e < OUT)
-    if CUT > 1:  # each program of these rows adds up its part of the results, in the order of the shares
-        barrier()
-        gl.atomic_add(flags + pn, 1, sem="release", scope="gpu")
-        count = gl.atomic_add(flags + pn, 0, sem="acquire", scope="gpu")
-        while count < CUT:
-            count = gl.atomic_add(flags + pn, 0, sem="acquire", scope="gpu")
-        barrier()
-        PART: gl.constexpr = OUT // CUT
-        theirs = ws + (pn * (CUT * OUT)).to(gl.int64)
-        for j in gl.static_range((PART + T - 1) // T):
-            e = part * PART + tid + j * T
-            valid = tid + j * T < PART
-            y = gl.load(theirs + e, mask=valid, other=0.0, cache_modifier=".cg")
-            for k in gl.static_range(1, CUT):
-                y += gl.load(theirs + (e + k * OUT), mask=valid, other=0.0, cache_modifier=".cg")
-            result(y, e, valid, first, bias_ptr, alpha_ptr, o_ptr, M, N, S, G)
-        left_by = gl.atomic_add(flags + pn, 1, sem="relaxed", scope="gpu")
-        if left_by == 2 * CUT - 1:  # nobody looks at it any more
-            gl.atomic_xchg(flags + pn, 0, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def result(y, e, valid, first, bias_ptr, alpha_ptr, o_ptr, M, N, S: gl.constexpr, G: gl.constexpr):
-    """Write the sums y, numbered e = ((r*4*mt + i)*groups + row_group)*32 + lane."""
-    NO: gl.constexpr = 4 * G.mt
-    at = e // (32 * G.groups)
-    i = at % NO
-    ln = e % 32
-    row = (first + e // 32 % G.groups * G.r + at // NO) * 16 + ln // 4 + i % 4 // 2 * 8
-    col = i // 4 * 8 + ln % 4 * 2 + i % 2
-    write(y, gl.where(valid, row, N), col, bias_ptr, alpha_ptr, o_ptr, M, N, S)
-
-
-@gluon.jit
-def shifted(slots, o):
-    """Each of a tuple of addresses, o further on."""
-    out = ()
-    N: gl.constexpr = len(slots)
-    for j in gl.static_range(N):
-        out = out + (slots[j] + o,)
-    return out
+    for _i in gl.static_range(NUM_ACC):
+        acc = acc + (gl.zeros([THREADS], gl.float32, L),)
+    acc = main_loop(
+        acc, x_at, smem, source, x_source, channel, k_slice, first_k_tile, num_iters, lane, scheme, cfg, num_warps
+    )  # fmt: skip
+    output = (bias_ptr, alpha_ptr, y_ptr, M, N)
+    reduce_k_slices(acc, allocation, smem_base, tid, first_n16, partials_ptr, output, L, scheme, cfg, num_warps)
+    if SPLIT_K > 1:
+        reduce_split_k(partials_ptr, flags_ptr, pid_n, pid_k, tid, first_n16, output, scheme, cfg, num_warps)

@@ -1,18 +1,21 @@
 # mypy: ignore-errors
-"""Device code for more than 16 rows of x: persistent, warp-specialised, by wgmma with the weights as operand A in registers.
+"""GEMM of M > 16: persistent, warp-specialized, by wgmma with W as operand A, dequantized in registers.
 
-One producer warp brings tiles of x, words and scales by TMA into a ring of stages of h*64 columns; nb warpgroups each own mr
-blocks of 64 rows of W against bm rows of x, or against bm + bm2 as two products, so that there are tiles of 96, 160, 192 and
-320 rows, which shared memory's powers of two do not allow. The weights of the next 64 columns are decoded and scaled, in the
-input's dtype, while the asynchronous product of the last ones runs; x is operand B, in shared memory. Output leaves through
-shared memory and TMA, which clips it to M and N.
+A producer warp loads x, packed weights and scales by TMA into a multi-stage pipeline. Each consumer warpgroup owns
+n64_per_warpgroup 64-row tiles of W against tile_m rows of x, or against tile_m + tile_m_extra as two MMAs, which gives tiles of
+96, 160, 192 and 320 rows (shared-memory shapes must be powers of two). The next K block of W is dequantized and scaled, in the
+input's dtype, while the asynchronous MMA of the one before runs; x is operand B, in shared memory. The epilogue stores through
+shared memory and TMA, which clips to M and N.
 
-P programs take T // P whole tiles each (T tiles in all); the other T % P are cut along K in equal parts. The program that
-holds the start of such a tile adds the parts of the others in their order, or two or four of its programs a half or a quarter
-each (`wide_epilogue`), so that results are the same in every run.
-`flags` counts finished parts and is zero again at the end.
+Scheduling is stream-K, with tiles rasterized in groups along N: each CTA has `whole_tiles` tiles of its own (data-parallel); the
+remaining ones are cut along K in equal parts, one per CTA, and reduced in CTA order, so that results are deterministic
+(`epilogue`). `flags_ptr` counts arrivals of partials and is zero again at the end.
 
-S is a `launch.Code`, G a `launch.Geometry`.
+`scheme` is a `traits.SchemeTraits`, `cfg` a `traits.WgmmaTraits`. Tuples:
+schedule: stages per tile, tiles along M, tiles along N, CTAs, whole tiles per CTA, stages of all stream-K tiles.
+work: tile, its stages k0 and k1, its indices along N and M.
+buffers: x, extra x, packed weights, scales, zero points; one buffer per stage and K block.
+barriers: full, empty. pointers: partials, flags, bias, alpha.
 """
 
 from __future__ import annotations
@@ -28,390 +31,455 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from bitline.kernels.hopper.device.epilogue import finish, finish_shared
+from bitline.kernels.hopper.device.epilogue import epilogue, epilogue_distributed
 
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since, and before, Triton 3.8
-# Barriers of two warpgroups; Triton takes the first few for its own
-WAIT = gl.constexpr(tuple(f"bar.sync {8 + i},256; // $0 $1" for i in range(4)))
-SAY = gl.constexpr(tuple(f"bar.arrive {8 + i},256; // $0 $1" for i in range(4)))
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.8
+# Named barriers of two warpgroups, for the ping-pong schedule; Triton takes the first few for its own
+PINGPONG_SYNC = gl.constexpr(tuple(f"bar.sync {8 + i},256; // $0 $1" for i in range(4)))
+PINGPONG_ARRIVE = gl.constexpr(tuple(f"bar.arrive {8 + i},256; // $0 $1" for i in range(4)))
 
 
-@gluon.jit
-def share(p, P, R, KS):
-    """Stages [u0, u1) of the cut tiles that program p has, and the number of tiles that they lie in."""
-    u0 = (p * R) // P
-    u1 = ((p + 1) * R) // P
-    return u0, u1, gl.where(u1 > u0, (u1 - 1) // KS - u0 // KS + 1, 0)
+# ---- tile scheduler -----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def segment(s, p, P, whole, u0, u1, KS, TM, TN, GN: gl.constexpr):
-    """The s-th piece of work of program p: its tile, [pn, pm] along N and M, and its stages [k0, k1)."""
-    j = s - whole
-    t0 = u0 // KS
-    uncut = s < whole
-    tile = gl.where(uncut, p + s * P, whole * P + t0 + j)
-    k0 = gl.where(uncut, 0, gl.where(j > 0, 0, u0 - t0 * KS))
-    k1 = gl.where(uncut, KS, gl.minimum(KS, u1 - (t0 + j) * KS))
-    width = GN * TM
-    g = tile // width
-    r = tile - g * width
-    size = gl.minimum(TN - g * GN, GN)
-    pn = g * GN + r % size
-    pm = r // size
-    return tile, k0, k1, pn, pm
+def stream_k_range(cta, schedule):
+    """Stages [u0, u1) of the stream-K tiles that a CTA has, and the number of tiles that they lie in."""
+    stages_per_tile, _tiles_m, _tiles_n, num_ctas, _whole_tiles, stream_k_stages = schedule
+    u0 = (cta * stream_k_stages) // num_ctas
+    u1 = ((cta + 1) * stream_k_stages) // num_ctas
+    return u0, u1, gl.where(u1 > u0, (u1 - 1) // stages_per_tile - u0 // stages_per_tile + 1, 0)
 
 
 @gluon.jit
-def bring_weights(wd, sd, zd, full, wb, sb, zb, st, k, pn, S: gl.constexpr, G: gl.constexpr):
-    """Request the words, scales and zero points of one stage, and announce its bytes, those of x included."""
-    NT: gl.constexpr = G.nb * G.mr
-    WORDS: gl.constexpr = 128 * S.planes
-    ENTRY: gl.constexpr = 16 if S.wide else 8
-    BYTES: gl.constexpr = G.h * ((G.bm + G.bm2) * 128 + NT * 16 * (WORDS + ENTRY * S.fine + (4 * S.fine if S.zero else 0)))
-    mbarrier.expect(full.index(st), BYTES)
-    H: gl.constexpr = G.h
-    for h in gl.static_range(H):
-        b = k * G.h + h
-        if S.per > 0:
-            entry = b * S.fine // S.per
+def get_work(s, cta, u0, u1, schedule, cfg: gl.constexpr):
+    """The s-th work unit of a CTA: tile, stages [k0, k1) of it, and its indices along N and M, rasterized in groups along N."""
+    stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, _stream_k_stages = schedule
+    j = s - whole_tiles
+    t0 = u0 // stages_per_tile
+    whole = s < whole_tiles
+    tile = gl.where(whole, cta + s * num_ctas, whole_tiles * num_ctas + t0 + j)
+    k0 = gl.where(whole, 0, gl.where(j > 0, 0, u0 - t0 * stages_per_tile))
+    k1 = gl.where(whole, stages_per_tile, gl.minimum(stages_per_tile, u1 - (t0 + j) * stages_per_tile))
+    group_tiles = cfg.raster_group_n * tiles_m
+    group = tile // group_tiles
+    r = tile - group * group_tiles
+    group_n = gl.minimum(tiles_n - group * cfg.raster_group_n, cfg.raster_group_n)
+    pid_n = group * cfg.raster_group_n + r % group_n
+    pid_m = r // group_n
+    return tile, k0, k1, pid_n, pid_m
+
+
+@gluon.jit
+def advance(stage, phase, NUM_STAGES: gl.constexpr):
+    """The next pipeline stage and its mbarrier phase."""
+    last = stage + 1 == NUM_STAGES
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+# ---- producer -----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_weights(descs, full, buffers, stage, k, pid_n, scheme: gl.constexpr, cfg: gl.constexpr):
+    """Issue the TMA loads of packed weights, scales and zero points of one stage; expect its bytes, those of x included."""
+    w_desc, scale_desc, zero_desc = descs
+    N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
+    INT32: gl.constexpr = 128 * scheme.planes  # packed int32 of a 16-row tile and K block
+    ENTRY: gl.constexpr = 16 if scheme.fp32_scales else 8  # int32 or float32 of a 16-row tile's scales
+    TABLE_BYTES: gl.constexpr = ENTRY * scheme.scales_per_k_block + (4 * scheme.scales_per_k_block if scheme.zero_points else 0)
+    X_BYTES: gl.constexpr = (cfg.tile_m + cfg.tile_m_extra) * 128
+    K_BLOCKS: gl.constexpr = cfg.k_blocks_per_stage
+    mbarrier.expect(full.index(stage), K_BLOCKS * (X_BYTES + N64 * 16 * (INT32 + TABLE_BYTES)))
+    for b in gl.static_range(K_BLOCKS):
+        k_block = k * K_BLOCKS + b
+        if scheme.k_tiles_per_scale > 0:
+            entry = k_block * scheme.scales_per_k_block // scheme.k_tiles_per_scale
         else:
-            entry = b * 0
-        async_load(wd, [pn * (NT * 4), b * WORDS], full.index(st), wb.index(st * G.h + h))
-        async_load(sd, [pn * (NT * 4), entry * ENTRY], full.index(st), sb.index(st * G.h + h))
-        if S.zero:
-            async_load(zd, [pn * (NT * 4), entry * 8], full.index(st), zb.index(st * G.h + h))
+            entry = k_block * 0
+        async_load(w_desc, [pid_n * (N64 * 4), k_block * INT32], full.index(stage), buffers[2].index(stage * K_BLOCKS + b))
+        async_load(scale_desc, [pid_n * (N64 * 4), entry * ENTRY], full.index(stage), buffers[3].index(stage * K_BLOCKS + b))
+        if scheme.zero_points:
+            async_load(zero_desc, [pid_n * (N64 * 4), entry * 8], full.index(stage), buffers[4].index(stage * K_BLOCKS + b))
 
 
 @gluon.jit
-def bring_x(xd, xe, full, xb, xc, st, k, pm, G: gl.constexpr):
-    """Request x for one stage."""
-    H: gl.constexpr = G.h
-    for h in gl.static_range(H):
-        m = pm * (G.bm + G.bm2)
-        async_load(xd, [m, (k * G.h + h) * 64], full.index(st), xb.index(st * G.h + h))
-        if G.bm2 > 0:
-            async_load(xe, [m + G.bm, (k * G.h + h) * 64], full.index(st), xc.index(st * G.h + h))
+def load_x(descs, full, buffers, stage, k, pid_m, cfg: gl.constexpr):
+    """Issue the TMA loads of x of one stage."""
+    K_BLOCKS: gl.constexpr = cfg.k_blocks_per_stage
+    for b in gl.static_range(K_BLOCKS):
+        m = pid_m * (cfg.tile_m + cfg.tile_m_extra)
+        column = (k * K_BLOCKS + b) * 64
+        async_load(descs[0], [m, column], full.index(stage), buffers[0].index(stage * K_BLOCKS + b))
+        if cfg.tile_m_extra > 0:
+            async_load(descs[1], [m + cfg.tile_m, column], full.index(stage), buffers[1].index(stage * K_BLOCKS + b))
 
 
 @gluon.jit
-def producer(
-    xd, xe, wd, sd, zd, xb, xc, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S: gl.constexpr, G: gl.constexpr
-):  # fmt: skip
-    """Fill the ring."""
-    p = gl.program_id(0)
-    u0, u1, parts = share(p, P, R, KS)
-    st = 0
-    ph = 1
-    pre = 0
-    if G.pdl:  # the weights of the first stages do not depend on the kernel before, x does
-        _tile, k0, k1, pn, pm = segment(0, p, P, whole, u0, u1, KS, TM, TN, G.gn)
-        pre = gl.minimum(G.stages, k1 - k0)
-        for i in range(0, pre):
-            bring_weights(wd, sd, zd, full, wb, sb, zb, i, k0 + i, pn, S, G)
+def producer(x_descs, w_descs, buffers, barriers, schedule, scheme: gl.constexpr, cfg: gl.constexpr):
+    """The producer warp: load the stages of all of the CTA's work."""
+    full, empty = barriers
+    cta = gl.program_id(0)
+    u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
+    stage = 0
+    phase = 1
+    prefetched = 0
+    if cfg.pdl:  # only x depends on the kernel before
+        _tile, k0, k1, pid_n, pid_m = get_work(0, cta, u0, u1, schedule, cfg)
+        prefetched = gl.minimum(cfg.stages, k1 - k0)
+        for i in range(0, prefetched):
+            load_weights(w_descs, full, buffers, i, k0 + i, pid_n, scheme, cfg)
         gdc_wait()
-        for i in range(0, pre):
-            bring_x(xd, xe, full, xb, xc, i, k0 + i, pm, G)
-        wrapped = pre == G.stages
-        st = gl.where(wrapped, 0, pre)
-        ph = gl.where(wrapped, 0, 1)
-    for s in range(whole + parts):
-        _tile, k0, k1, pn, pm = segment(s, p, P, whole, u0, u1, KS, TM, TN, G.gn)
-        if G.pdl:
-            k0 = gl.where(s == 0, k0 + pre, k0)
+        for i in range(0, prefetched):
+            load_x(x_descs, full, buffers, i, k0 + i, pid_m, cfg)
+        all_stages = prefetched == cfg.stages
+        stage = gl.where(all_stages, 0, prefetched)
+        phase = gl.where(all_stages, 0, 1)
+    for s in range(schedule[4] + stream_k_tiles):
+        _tile, k0, k1, pid_n, pid_m = get_work(s, cta, u0, u1, schedule, cfg)
+        if cfg.pdl:
+            k0 = gl.where(s == 0, k0 + prefetched, k0)
         for k in range(k0, k1):
-            mbarrier.wait(empty.index(st), ph)
-            bring_weights(wd, sd, zd, full, wb, sb, zb, st, k, pn, S, G)
-            bring_x(xd, xe, full, xb, xc, st, k, pm, G)
-            last = st + 1 == G.stages
-            st = gl.where(last, 0, st + 1)
-            ph = gl.where(last, ph ^ 1, ph)
+            mbarrier.wait(empty.index(stage), phase)
+            load_weights(w_descs, full, buffers, stage, k, pid_n, scheme, cfg)
+            load_x(x_descs, full, buffers, stage, k, pid_m, cfg)
+            stage, phase = advance(stage, phase, cfg.stages)
+
+
+# ---- consumer: dequantization -------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def spread(s, FINE: gl.constexpr, LW: gl.constexpr):
-    """[4, 8*FINE] to what broadcasts against [4 warps, 4 steps, 8 rows, 4 lanes]."""
-    s = gl.reshape(s, [4, FINE, 8])
-    if FINE == 2:
+def broadcast_table(s, PER_BLOCK: gl.constexpr, W_LAYOUT: gl.constexpr):
+    """[4, 8 * PER_BLOCK] entries to a shape that broadcasts against packed int32 [4 warps, 4 k16 steps, 8 rows, 4 lanes]."""
+    s = gl.reshape(s, [4, PER_BLOCK, 8])
+    if PER_BLOCK == 2:
         s = gl.reshape(gl.join(s, s), [4, 2, 8, 2])
         s = gl.reshape(gl.permute(s, [0, 1, 3, 2]), [4, 4, 8])
-    return gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(3, LW), assert_trivial=True), 3)
+    return gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(3, W_LAYOUT), assert_trivial=True), 3)
 
 
 @gluon.jit
-def table(buf, b: gl.constexpr, FINE: gl.constexpr):
-    """Entries of block b's four row tiles, [4, 8*FINE]: lane 4*g + q gets those of row g."""
-    if FINE == 1:
+def load_table(smem, n64: gl.constexpr, PER_BLOCK: gl.constexpr):
+    """Entries of a 64-row tile's four 16-row tiles, [4, 8 * PER_BLOCK]: lane 4*g + q gets those of row g."""
+    if PER_BLOCK == 1:
         REG: gl.constexpr = []
-    elif FINE == 2:
+    elif PER_BLOCK == 2:
         REG: gl.constexpr = [[0, 8]]
     else:
         REG: gl.constexpr = [[0, 8], [0, 16]]
     LANE: gl.constexpr = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
-    L: gl.constexpr = gl.DistributedLinearLayout(REG, LANE, [[1, 0], [2, 0]], [], [4, 8 * FINE])
-    return buf.slice(b * 4, 4, dim=0).load(L)
+    L: gl.constexpr = gl.DistributedLinearLayout(REG, LANE, [[1, 0], [2, 0]], [], [4, 8 * PER_BLOCK])
+    return smem.slice(n64 * 4, 4, dim=0).load(L)
 
 
 @gluon.jit
-def scale_pairs(buf, b: gl.constexpr, f, S: gl.constexpr):
-    """Scales of rows g and of rows g + 8, each twice in a word, in the input's dtype.
+def load_scale_pairs(smem, n64: gl.constexpr, factors, scheme: gl.constexpr):
+    """Scales of rows g and of rows g + 8 as pairs of the input's dtype.
 
-    S.folded: times the factors f, and after them what is added for the middle of the codes (`ptx.scaled`).
+    scheme.folds_exponent_bias: times `factors`, followed by the addends for the implicit zero point (`ptx.folded_scale_pairs`).
     """
-    PAIRS: gl.constexpr = 4 if S.format == "u4" or S.format == "u8" else 2
-    if S.wide:
-        if S.fine == 1:
+    PTX: gl.constexpr = scheme.scale_pairs_ptx
+    PAIRS: gl.constexpr = 4 if scheme.code_format == "u4" or scheme.code_format == "u8" else 2
+    if scheme.fp32_scales:
+        if scheme.scales_per_k_block == 1:
             REG: gl.constexpr = [[0, 1]]
-        elif S.fine == 2:
+        elif scheme.scales_per_k_block == 2:
             REG: gl.constexpr = [[0, 1], [0, 16]]
         else:
             REG: gl.constexpr = [[0, 1], [0, 16], [0, 32]]
         LANE: gl.constexpr = [[0, 0], [0, 0], [0, 2], [0, 4], [0, 8]]
-        L: gl.constexpr = gl.DistributedLinearLayout(REG, LANE, [[1, 0], [2, 0]], [], [4, 16 * S.fine])
-        lo, hi = gl.split(gl.reshape(buf.slice(b * 4, 4, dim=0).load(L), [4, 8 * S.fine, 2]))
-        if S.folded:
-            found = gl.inline_asm_elementwise(
-                S.duplicate[0], S.duplicate[1], [lo, hi, f[0], f[1]], dtype=(gl.int32,) * PAIRS, is_pure=True, pack=1
+        L: gl.constexpr = gl.DistributedLinearLayout(REG, LANE, [[1, 0], [2, 0]], [], [4, 16 * scheme.scales_per_k_block])
+        lo, hi = gl.split(gl.reshape(smem.slice(n64 * 4, 4, dim=0).load(L), [4, 8 * scheme.scales_per_k_block, 2]))
+        if scheme.folds_exponent_bias:
+            pairs = gl.inline_asm_elementwise(
+                PTX[0], PTX[1], [lo, hi, factors[0], factors[1]], dtype=(gl.int32,) * PAIRS, is_pure=True, pack=1
             )  # fmt: skip
         else:
-            lo = gl.inline_asm_elementwise(S.duplicate[0], S.duplicate[1], [lo], dtype=gl.int32, is_pure=True, pack=1)
-            hi = gl.inline_asm_elementwise(S.duplicate[0], S.duplicate[1], [hi], dtype=gl.int32, is_pure=True, pack=1)
-            found = (lo, hi)
+            lo = gl.inline_asm_elementwise(PTX[0], PTX[1], [lo], dtype=gl.int32, is_pure=True, pack=1)
+            hi = gl.inline_asm_elementwise(PTX[0], PTX[1], [hi], dtype=gl.int32, is_pure=True, pack=1)
+            pairs = (lo, hi)
     else:
-        both = table(buf, b, S.fine)
-        if S.folded:
-            found = gl.inline_asm_elementwise(
-                S.duplicate[0], S.duplicate[1], [both, f[0], f[1]], dtype=(gl.int32,) * PAIRS, is_pure=True, pack=1
+        both = load_table(smem, n64, scheme.scales_per_k_block)
+        if scheme.folds_exponent_bias:
+            pairs = gl.inline_asm_elementwise(
+                PTX[0], PTX[1], [both, factors[0], factors[1]], dtype=(gl.int32,) * PAIRS, is_pure=True, pack=1
             )  # fmt: skip
         else:
-            found = gl.inline_asm_elementwise(
-                S.duplicate[0], S.duplicate[1], [both], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-            )  # fmt: skip
-    return found
-
-
-@gluon.jit
-def factors(alpha_ptr, S: gl.constexpr):
-    """2**F as pairs of bfloat16 for rows g and for rows g + 8, whose 4-bit codes lie four bits higher."""
-    bits = gl.load(alpha_ptr + 1).to(gl.int32, bitcast=True)
-    other = bits - (4 << 23 if S.format == "u4" or S.format == "z4" else 0)
-    return bits | (bits >> 16), other | (other >> 16)
-
-
-@gluon.jit
-def entries(sb, zb, i, b: gl.constexpr, f, S: gl.constexpr):
-    """Zero points, scale pairs and what `scale_pairs` gives beside them: buffer i, row block b, as a fragment takes them."""
-    LW: gl.constexpr = gl.BlockedLayout([1, 4, 1, 1], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
-    found = scale_pairs(sb.index(i), b, f, S)
-    pairs = (spread(found[0], S.fine, LW), spread(found[1], S.fine, LW))
-    if S.folded and (S.format == "u4" or S.format == "u8"):
-        pairs = pairs + (spread(found[2], S.fine, LW), spread(found[3], S.fine, LW))
-    if S.zero:
-        pairs = (spread(table(zb.index(i), b, S.fine).to(gl.int32), S.fine, LW),) + pairs
+            pairs = gl.inline_asm_elementwise(PTX[0], PTX[1], [both], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
     return pairs
 
 
 @gluon.jit
-def weights(wb, i, b: gl.constexpr, pairs, A: gl.constexpr, S: gl.constexpr):
-    """64 x 64 weights of buffer i and row block b, decoded and scaled: the fragment of operand A."""
-    LW: gl.constexpr = gl.BlockedLayout([1, 4, 1, 1], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
-    WL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    words = wb.index(i).slice(b * 4, 4, dim=0)
-    if S.planes == 1:
-        args = (gl.convert_layout(gl.reshape(words.load(WL), [4, 4, 8, 4]), LW, assert_trivial=True),)
+def scale_factors(alpha_ptr, scheme: gl.constexpr):
+    """2**F of `linear._fold_fragment_exponent` as bf16 pairs for rows g and g + 8, whose 4-bit codes lie four bits higher."""
+    bits = gl.load(alpha_ptr + 1).to(gl.int32, bitcast=True)
+    other = bits - (4 << 23 if scheme.code_format == "u4" or scheme.code_format == "z4" else 0)
+    return bits | (bits >> 16), other | (other >> 16)
+
+
+@gluon.jit
+def load_scales(buffers, buffer, n64: gl.constexpr, factors, scheme: gl.constexpr):
+    """Zero points, scale pairs and the addends of `load_scale_pairs` for a K block of a 64-row tile, shaped like its fragment."""
+    W_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 1, 1], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
+    PER_BLOCK: gl.constexpr = scheme.scales_per_k_block
+    pairs = load_scale_pairs(buffers[3].index(buffer), n64, factors, scheme)
+    out = (broadcast_table(pairs[0], PER_BLOCK, W_LAYOUT), broadcast_table(pairs[1], PER_BLOCK, W_LAYOUT))
+    if scheme.folds_exponent_bias and (scheme.code_format == "u4" or scheme.code_format == "u8"):
+        out = out + (broadcast_table(pairs[2], PER_BLOCK, W_LAYOUT), broadcast_table(pairs[3], PER_BLOCK, W_LAYOUT))
+    if scheme.zero_points:
+        zeros = load_table(buffers[4].index(buffer), n64, PER_BLOCK).to(gl.int32)
+        out = (broadcast_table(zeros, PER_BLOCK, W_LAYOUT),) + out
+    return out
+
+
+@gluon.jit
+def dequant_fragment(buffers, buffer, n64: gl.constexpr, scales, scheme: gl.constexpr, cfg: gl.constexpr):
+    """A K block of a 64-row tile of W [64, 64], dequantized and scaled: the register fragment of operand A."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, cfg.tile_m, 16])
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    W_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 1, 1], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    PTX: gl.constexpr = scheme.fragment_ptx
+    words = buffers[2].index(buffer).slice(n64 * 4, 4, dim=0)
+    if scheme.planes == 1:
+        args = (gl.convert_layout(gl.reshape(words.load(LOAD), [4, 4, 8, 4]), W_LAYOUT, assert_trivial=True),)
     else:
-        w0 = gl.reshape(words.slice(0, 128, dim=1).load(WL), [4, 4, 8, 4])
-        w1 = gl.reshape(words.slice(128, 128, dim=1).load(WL), [4, 4, 8, 4])
-        args = (gl.convert_layout(w0, LW, assert_trivial=True), gl.convert_layout(w1, LW, assert_trivial=True))
-    args = args + pairs
-    if S.half:
-        f = gl.inline_asm_elementwise(S.fragment[0], S.fragment[1], args, dtype=(gl.float16,) * 8, is_pure=True, pack=1)
+        w0 = gl.reshape(words.slice(0, 128, dim=1).load(LOAD), [4, 4, 8, 4])
+        w1 = gl.reshape(words.slice(128, 128, dim=1).load(LOAD), [4, 4, 8, 4])
+        args = (
+            gl.convert_layout(w0, W_LAYOUT, assert_trivial=True), gl.convert_layout(w1, W_LAYOUT, assert_trivial=True)
+        )  # fmt: skip
+    args = args + scales
+    if scheme.fp16:
+        f = gl.inline_asm_elementwise(PTX[0], PTX[1], args, dtype=(gl.float16,) * 8, is_pure=True, pack=1)
     else:
-        f = gl.inline_asm_elementwise(S.fragment[0], S.fragment[1], args, dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1)
+        f = gl.inline_asm_elementwise(PTX[0], PTX[1], args, dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1)
     # f is [half][row][element]; each join adds the innermost axis. All that follows only renames registers.
     rows0 = gl.join(gl.join(f[0], f[4]), gl.join(f[1], f[5]))
     rows1 = gl.join(gl.join(f[2], f[6]), gl.join(f[3], f[7]))
-    v = gl.reshape(gl.join(rows0, rows1), [4, 4, 8, 4, 2, 2, 2])  # warp, step, g, lane, half, element, row
+    v = gl.reshape(gl.join(rows0, rows1), [4, 4, 8, 4, 2, 2, 2])  # warp, k16 step, g, lane, half, element, row
     return gl.convert_layout(gl.reshape(gl.permute(v, [0, 6, 2, 1, 4, 3, 5]), [64, 64]), A, assert_trivial=True)
 
 
-@gluon.jit
-def await_turn(c: gl.constexpr, n):
-    """Wait until it is the turn of warpgroup c to multiply; n: any number."""
-    gl.inline_asm_elementwise(WAIT[c], "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+# ---- consumer: MMA ------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def give_turn(c: gl.constexpr, n):
-    """Say that it is the turn of warpgroup c."""
-    gl.inline_asm_elementwise(SAY[c], "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+def zero_accumulators(cfg: gl.constexpr):
+    """A warpgroup's accumulators, see `epilogue`."""
+    TILE_M: gl.constexpr = cfg.tile_m
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16])
+    acc = (gl.zeros([64, TILE_M], gl.float32, MMA),)
+    if cfg.n64_per_warpgroup == 2:
+        acc = acc + (gl.zeros([64, TILE_M], gl.float32, MMA),)
+    if cfg.tile_m_extra > 0:
+        EXTRA_M: gl.constexpr = cfg.tile_m_extra
+        MMA2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EXTRA_M, 16])
+        acc = acc + (gl.zeros([64, EXTRA_M], gl.float32, MMA2),)
+    return acc
+
+
+@gluon.jit
+def start_mma(acc):
+    """Accumulators as tokens of asynchronous MMAs."""
+    if len(acc) == 2:
+        return (warpgroup_mma_init(acc[0]), warpgroup_mma_init(acc[1]))
+    else:
+        return (warpgroup_mma_init(acc[0]),)
+
+
+@gluon.jit
+def finish_mma(tokens):
+    """Wait for all MMAs in flight; accumulators."""
+    if len(tokens) == 2:
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[tokens[0], tokens[1]])
+        return (acc0, acc1)
+    else:
+        return (warpgroup_mma_wait(0, deps=[tokens[0]]),)
+
+
+@gluon.jit
+def mma_first(tokens, w, buffers, buffer, cfg: gl.constexpr):
+    """Issue the MMA of a fragment of W with x, and with extra x, as the first accumulators."""
+    out = (warpgroup_mma(w, buffers[0].index(buffer).permute([1, 0]), tokens[0], is_async=True),)
+    if cfg.tile_m_extra > 0:
+        EXTRA_M: gl.constexpr = cfg.tile_m_extra
+        MMA2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EXTRA_M, 16])
+        A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA2, k_width=2)
+        same = gl.convert_layout(w, A, assert_trivial=True)
+        out = out + (warpgroup_mma(same, buffers[1].index(buffer).permute([1, 0]), tokens[1], is_async=True),)
+    elif cfg.n64_per_warpgroup == 2:
+        out = out + (tokens[1],)
+    return out
+
+
+@gluon.jit
+def mma_stage_pingpong(
+    warpgroup: gl.constexpr, tokens, buffers, stage, factors, count, num_stages, N, scheme: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
+    """Dequantize a stage, the count-th of num_stages, while another warpgroup's MMAs run; then issue its MMAs in turn.
+
+    ptxas would move dequantization behind the MMA that it should overlap with; named barriers order the warpgroups instead. N:
+    any number, since inline PTX needs an operand.
+    """
+    K_BLOCKS: gl.constexpr = cfg.k_blocks_per_stage
+    SHARED_SCALES: gl.constexpr = scheme.scales_per_k_block == 1 and scheme.k_tiles_per_scale % K_BLOCKS == 0
+    NEXT: gl.constexpr = (warpgroup + 1) % cfg.num_consumer_warpgroups
+    scales = load_scales(buffers, stage * K_BLOCKS, warpgroup, factors, scheme)
+    w0 = dequant_fragment(buffers, stage * K_BLOCKS, warpgroup, scales, scheme, cfg)
+    if K_BLOCKS == 2:
+        if not SHARED_SCALES:
+            scales = load_scales(buffers, stage * K_BLOCKS + 1, warpgroup, factors, scheme)
+        w1 = dequant_fragment(buffers, stage * K_BLOCKS + 1, warpgroup, scales, scheme, cfg)
+    gl.inline_asm_elementwise(PINGPONG_SYNC[warpgroup], "=r,r", [N], dtype=gl.int32, is_pure=False, pack=1)
+    tokens = mma_first(tokens, w0, buffers, stage * K_BLOCKS, cfg)
+    if K_BLOCKS == 2:
+        tokens = mma_first(tokens, w1, buffers, stage * 2 + 1, cfg)
+    if warpgroup < cfg.num_consumer_warpgroups - 1 or count < num_stages:
+        gl.inline_asm_elementwise(PINGPONG_ARRIVE[NEXT], "=r,r", [N], dtype=gl.int32, is_pure=False, pack=1)
+    return tokens
+
+
+@gluon.jit
+def mma_stage(warpgroup: gl.constexpr, tokens, buffers, stage, factors, scheme: gl.constexpr, cfg: gl.constexpr):
+    """Dequantize a stage and issue its MMAs, each K block's dequantization overlapping the MMA of the one before.
+
+    A fragment is dequantized in the iteration that multiplies it: were it carried into the next, ptxas would first wait for the
+    MMA in flight and copy all registers.
+    """
+    K_BLOCKS: gl.constexpr = cfg.k_blocks_per_stage
+    SHARED_SCALES: gl.constexpr = scheme.scales_per_k_block == 1 and scheme.k_tiles_per_scale % K_BLOCKS == 0
+    N64: gl.constexpr = warpgroup * cfg.n64_per_warpgroup
+    for b in gl.static_range(K_BLOCKS):
+        if b == 0 or not SHARED_SCALES:
+            scales = load_scales(buffers, stage * K_BLOCKS + b, N64, factors, scheme)
+        w = dequant_fragment(buffers, stage * K_BLOCKS + b, N64, scales, scheme, cfg)
+        tokens = mma_first(tokens, w, buffers, stage * K_BLOCKS + b, cfg)
+        if b > 0 and (b + 1 < K_BLOCKS or cfg.n64_per_warpgroup == 2):
+            _w = warpgroup_mma_wait(2 if cfg.tile_m_extra > 0 else 1, deps=[w])
+        if cfg.n64_per_warpgroup == 2:
+            if b == 0 or not SHARED_SCALES:
+                scales2 = load_scales(buffers, stage * K_BLOCKS + b, N64 + 1, factors, scheme)
+            w2 = dequant_fragment(buffers, stage * K_BLOCKS + b, N64 + 1, scales2, scheme, cfg)
+            x = buffers[0].index(stage * K_BLOCKS + b).permute([1, 0])
+            tokens = (tokens[0], warpgroup_mma(w2, x, tokens[1], is_async=True))
+            if b + 1 < K_BLOCKS:
+                _w2 = warpgroup_mma_wait(1, deps=[w2])
+    return tokens
 
 
 @gluon.jit
 def consumer(
-    c: gl.constexpr, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R,
-    S: gl.constexpr, G: gl.constexpr,
+    warpgroup: gl.constexpr, y_descs, buffers, y_smem, barriers, pointers, N, schedule, scheme: gl.constexpr, cfg: gl.constexpr
 ):  # fmt: skip
-    """One warpgroup: its mr blocks of 64 rows.
-
-    A fragment is decoded in the iteration that multiplies it: were it carried into the next, ptxas would wait for the product
-    before it first and decode then, and copy every register.
-    """
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, G.bm, 16])
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
-    BM: gl.constexpr = G.bm
-    BM2: gl.constexpr = G.bm2 if G.bm2 > 0 else 32
-    mma2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM2, 16])
-    A2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma2, k_width=2)
-    TWO: gl.constexpr = G.mr == 2 or G.bm2 > 0
-    H: gl.constexpr = G.h
-    SAME: gl.constexpr = S.fine == 1 and S.per % G.h == 0  # the blocks of a stage share their scales
-    b0: gl.constexpr = c * G.mr
-    b1: gl.constexpr = c * G.mr + G.mr - 1
-    p = gl.program_id(0)
-    u0, u1, parts = share(p, P, R, KS)
-    total = whole * KS + (u1 - u0)
-    f = (0, 0)
-    if S.folded:
-        f = factors(alpha_ptr, S)
-    it = 0
-    st = 0
-    ph = 0
-    if G.turns and c == G.nb - 1:
-        give_turn(0, N)
-    for s in range(whole + parts):
-        tile, k0, k1, pn, pm = segment(s, p, P, whole, u0, u1, KS, TM, TN, G.gn)
-        acc = gl.zeros([64, BM], gl.float32, mma)
-        tok = warpgroup_mma_init(acc)
-        if G.mr == 2:
-            acb = gl.zeros([64, BM], gl.float32, mma)
-        if G.bm2 > 0:
-            acb = gl.zeros([64, BM2], gl.float32, mma2)
-        if TWO:
-            tob = warpgroup_mma_init(acb)
-        for _k in range(k0, k1):
-            it += 1
-            mbarrier.wait(full.index(st), ph)
-            if G.turns:
-                e = entries(sb, zb, st * H, b0, f, S)
-                X = weights(wb, st * H, b0, e, A, S)
-                if H == 2:
-                    if not SAME:
-                        e = entries(sb, zb, st * H + 1, b0, f, S)
-                    Z = weights(wb, st * H + 1, b0, e, A, S)
-                await_turn(c, N)
-                tok = warpgroup_mma(X, xb.index(st * H).permute([1, 0]), tok, is_async=True)
-                if G.bm2 > 0:
-                    same = gl.convert_layout(X, A2, assert_trivial=True)
-                    tob = warpgroup_mma(same, xc.index(st * H).permute([1, 0]), tob, is_async=True)
-                if H == 2:
-                    tok = warpgroup_mma(Z, xb.index(st * 2 + 1).permute([1, 0]), tok, is_async=True)
-                    if G.bm2 > 0:
-                        same = gl.convert_layout(Z, A2, assert_trivial=True)
-                        tob = warpgroup_mma(same, xc.index(st * 2 + 1).permute([1, 0]), tob, is_async=True)
-                if c < G.nb - 1 or it < total:
-                    give_turn((c + 1) % G.nb, N)
+    """A consumer warpgroup: the MMAs and epilogues of all of the CTA's work, for its 64-row tiles of W."""
+    full, empty = barriers
+    LAST: gl.constexpr = cfg.num_consumer_warpgroups - 1
+    cta = gl.program_id(0)
+    u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
+    num_stages = schedule[4] * schedule[0] + (u1 - u0)  # of all of the CTA's work
+    factors = (0, 0)
+    if scheme.folds_exponent_bias:
+        factors = scale_factors(pointers[3], scheme)
+    count = 0
+    stage = 0
+    phase = 0
+    if cfg.pingpong and warpgroup == LAST:
+        gl.inline_asm_elementwise(PINGPONG_ARRIVE[0], "=r,r", [N], dtype=gl.int32, is_pure=False, pack=1)
+    for s in range(schedule[4] + stream_k_tiles):
+        work = get_work(s, cta, u0, u1, schedule, cfg)
+        acc = zero_accumulators(cfg)
+        tokens = start_mma(acc)
+        for _k in range(work[1], work[2]):
+            count += 1
+            mbarrier.wait(full.index(stage), phase)
+            if cfg.pingpong:
+                tokens = mma_stage_pingpong(warpgroup, tokens, buffers, stage, factors, count, num_stages, N, scheme, cfg)
             else:
-                for h in gl.static_range(H):
-                    if h == 0 or not SAME:
-                        e = entries(sb, zb, st * H + h, b0, f, S)
-                    X = weights(wb, st * H + h, b0, e, A, S)
-                    tok = warpgroup_mma(X, xb.index(st * H + h).permute([1, 0]), tok, is_async=True)
-                    if G.bm2 > 0:
-                        same = gl.convert_layout(X, A2, assert_trivial=True)
-                        tob = warpgroup_mma(same, xc.index(st * H + h).permute([1, 0]), tob, is_async=True)
-                    if h > 0 and (h + 1 < H or G.mr == 2):
-                        _x = warpgroup_mma_wait(2 if G.bm2 > 0 else 1, deps=[X])
-                    if G.mr == 2:
-                        if h == 0 or not SAME:
-                            e1 = entries(sb, zb, st * H + h, b1, f, S)
-                        Y = weights(wb, st * H + h, b1, e1, A, S)
-                        tob = warpgroup_mma(Y, xb.index(st * H + h).permute([1, 0]), tob, is_async=True)
-                        if h + 1 < H:
-                            _y = warpgroup_mma_wait(1, deps=[Y])
-            if TWO:
-                acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
-                tob = warpgroup_mma_init(acb)
-            else:
-                acc = warpgroup_mma_wait(0, deps=[tok])
-            tok = warpgroup_mma_init(acc)
-            mbarrier.arrive(empty.index(st), count=1)
-            last = st + 1 == G.stages
-            st = gl.where(last, 0, st + 1)
-            ph = gl.where(last, ph ^ 1, ph)
-        if TWO:
-            acc, acb = warpgroup_mma_wait(0, deps=[tok, tob])
-        else:
-            acc = warpgroup_mma_wait(0, deps=[tok])
-            acb = acc
-        if G.pdl and s == 0:
+                tokens = mma_stage(warpgroup, tokens, buffers, stage, factors, scheme, cfg)
+            acc = finish_mma(tokens)
+            tokens = start_mma(acc)
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage, phase = advance(stage, phase, cfg.stages)
+        acc = finish_mma(tokens)
+        if cfg.pdl and s == 0:
             gdc_wait()
-        if G.split:
-            finish_shared(
-                c, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R, S, G
-            )  # fmt: skip
+        if cfg.reduce_slices:
+            epilogue_distributed(warpgroup, acc, y_descs, y_smem, pointers, work, cta, N, schedule, scheme, cfg)
         else:
-            finish(c, acc, acb, od, oe, ob, ws, flags, bias_ptr, alpha_ptr, tile, k0, k1, pn, pm, p, N, KS, P, whole, R, S, G)
+            epilogue(warpgroup, acc, y_descs, y_smem, pointers, work, cta, N, schedule, scheme, cfg)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["N", "KS", "TM", "TN", "P", "whole", "R"])
-def wide(
-    xd, xe, wd, sd, zd, od, oe, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S: gl.constexpr, G: gl.constexpr
-):  # fmt: skip
-    """y [M, N] = alpha * x [M, K] @ W.T + bias.
+# ---- kernel -------------------------------------------------------------------------------------------------------------
 
-    xd, od: x and y, tiles [bm, 64]; xe, oe: the same in tiles [bm2, 64].
-    wd: words [N/16, K/64 * 128*planes]. sd, zd: scales and zero points [N/16, groups * …].
-    KS: stages in K. TM, TN: tiles along M and N. P programs, `whole` tiles for each; R: stages of the tiles that are cut.
-    """
-    NT: gl.constexpr = G.nb * G.mr
-    RING: gl.constexpr = G.stages * G.h
-    if S.half:
+
+@gluon.jit
+def allocate_buffers(x_desc, w_desc, scale_desc, zero_desc, scheme: gl.constexpr, cfg: gl.constexpr):
+    """Shared memory of the pipeline: `buffers`."""
+    N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
+    COUNT: gl.constexpr = cfg.stages * cfg.k_blocks_per_stage
+    PER_BLOCK: gl.constexpr = scheme.scales_per_k_block
+    if scheme.fp16:
         T: gl.constexpr = gl.float16
     else:
         T: gl.constexpr = gl.bfloat16
-    xb = gl.allocate_shared_memory(T, [RING, G.bm, 64], xd.layout)
-    xc = xb
-    if G.bm2 > 0:
-        xc = gl.allocate_shared_memory(T, [RING, G.bm2, 64], xd.layout)
-    wb = gl.allocate_shared_memory(gl.int32, [RING, NT * 4, 128 * S.planes], wd.layout)
-    if S.wide:
-        sb = gl.allocate_shared_memory(gl.float32, [RING, NT * 4, 16 * S.fine], sd.layout)
+    x = gl.allocate_shared_memory(T, [COUNT, cfg.tile_m, 64], x_desc.layout)
+    x_extra = x
+    if cfg.tile_m_extra > 0:
+        x_extra = gl.allocate_shared_memory(T, [COUNT, cfg.tile_m_extra, 64], x_desc.layout)
+    w = gl.allocate_shared_memory(gl.int32, [COUNT, N64 * 4, 128 * scheme.planes], w_desc.layout)
+    if scheme.fp32_scales:
+        scales = gl.allocate_shared_memory(gl.float32, [COUNT, N64 * 4, 16 * PER_BLOCK], scale_desc.layout)
     else:
-        sb = gl.allocate_shared_memory(gl.int32, [RING, NT * 4, 8 * S.fine], sd.layout)
-    zb = sb
-    if S.zero:
-        zb = gl.allocate_shared_memory(gl.int16, [RING, NT * 4, 8 * S.fine], zd.layout)
-    ob = gl.allocate_shared_memory(T, [NT, G.bm, 64], od.layout)
-    full = gl.allocate_shared_memory(gl.int64, [G.stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [G.stages, 1], mbarrier.MBarrierLayout())
-    if G.pdl:
+        scales = gl.allocate_shared_memory(gl.int32, [COUNT, N64 * 4, 8 * PER_BLOCK], scale_desc.layout)
+    zeros = scales
+    if scheme.zero_points:
+        zeros = gl.allocate_shared_memory(gl.int16, [COUNT, N64 * 4, 8 * PER_BLOCK], zero_desc.layout)
+    return x, x_extra, w, scales, zeros
+
+
+@gluon.jit(do_not_specialize=["N", "stages_per_tile", "tiles_m", "tiles_n", "num_ctas", "whole_tiles", "stream_k_stages"])
+def wgmma_persistent(
+    x_desc, x_extra_desc, w_desc, scale_desc, zero_desc, y_desc, y_extra_desc, partials_ptr, flags_ptr, bias_ptr, alpha_ptr, N,
+    stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, stream_k_stages, scheme: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """y [M, N] = alpha * x [M, K] @ W.T + bias.
+
+    Tensor maps: x_desc and y_desc have boxes [tile_m, 64], the extra ones [tile_m_extra, 64]; w_desc is of packed int32
+    [N / 16, K / 64 * 128 * planes], scale_desc and zero_desc of [N / 16, scales per row * …]. partials_ptr, flags_ptr: the
+    workspace of stream-K. The other numbers are `schedule`.
+    """
+    N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
+    CONSUMER: gl.constexpr = cfg.consumer_registers
+    PRODUCER: gl.constexpr = cfg.producer_registers
+    STAGES: gl.constexpr = cfg.stages
+    buffers = allocate_buffers(x_desc, w_desc, scale_desc, zero_desc, scheme, cfg)
+    y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [N64, cfg.tile_m, 64], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if cfg.pdl:
         gdc_launch_dependents()
-    STAGES: gl.constexpr = G.stages
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=G.nb)
-    REGS: gl.constexpr = G.registers
-    LEFT: gl.constexpr = G.left
+        mbarrier.init(empty.index(i), count=cfg.num_consumer_warpgroups)
+    schedule = (stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, stream_k_stages)
+    x_descs, w_descs, y_descs = (x_desc, x_extra_desc), (w_desc, scale_desc, zero_desc), (y_desc, y_extra_desc)
+    barriers, pointers = (full, empty), (partials_ptr, flags_ptr, bias_ptr, alpha_ptr)
     # fmt: off
-    if G.nb == 1:
+    if cfg.num_consumer_warpgroups == 2:
         gl.warp_specialize([
-            (consumer, (0, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
-            (producer, (xd, xe, wd, sd, zd, xb, xc, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
-        ], [1], [LEFT])
-    elif G.nb == 2:
-        gl.warp_specialize([
-            (consumer, (0, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
-            (consumer, (1, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
-            (producer, (xd, xe, wd, sd, zd, xb, xc, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
-        ], [4, 1], [REGS, LEFT])
+            (consumer, (0, y_descs, buffers, y_smem, barriers, pointers, N, schedule, scheme, cfg)),
+            (consumer, (1, y_descs, buffers, y_smem, barriers, pointers, N, schedule, scheme, cfg)),
+            (producer, (x_descs, w_descs, buffers, barriers, schedule, scheme, cfg)),
+        ], [4, 1], [CONSUMER, PRODUCER])
     else:
         gl.warp_specialize([
-            (consumer, (0, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
-            (consumer, (1, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
-            (consumer, (2, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
-            (consumer, (3, od, oe, xb, xc, wb, sb, zb, ob, full, empty, ws, flags, bias_ptr, alpha_ptr, N, KS, TM, TN, P, whole, R, S, G)),  # noqa: E501
-            (producer, (xd, xe, wd, sd, zd, xb, xc, wb, sb, zb, full, empty, KS, TM, TN, P, whole, R, S, G)),
-        ], [4, 4, 4, 1], [REGS, REGS, REGS, LEFT])
+            (consumer, (0, y_descs, buffers, y_smem, barriers, pointers, N, schedule, scheme, cfg)),
+            (consumer, (1, y_descs, buffers, y_smem, barriers, pointers, N, schedule, scheme, cfg)),
+            (consumer, (2, y_descs, buffers, y_smem, barriers, pointers, N, schedule, scheme, cfg)),
+            (consumer, (3, y_descs, buffers, y_smem, barriers, pointers, N, schedule, scheme, cfg)),
+            (producer, (x_descs, w_descs, buffers, barriers, schedule, scheme, cfg)),
+        ], [4, 4, 4, 1], [CONSUMER, CONSUMER, CONSUMER, PRODUCER])
     # fmt: on
