@@ -171,8 +171,8 @@ def test_minifloat_conformance(spec):
 
 @pytest.mark.parametrize(("kernel", "specs"), MARLIN)
 def test_marlin_conformance(kernel, specs):
-    taken = [s for s in specs if s.act_dtype in kernel.act_dtypes]
-    assert len(check_kernel(kernel, taken, device="cuda").passed) == len(taken) >= 3
+    accepted = [s for s in specs if s.act_dtype in kernel.act_dtypes]
+    assert len(check_kernel(kernel, accepted, device="cuda").passed) == len(accepted) >= 3
 
 
 @pytest.mark.parametrize(("kernel", "specs"), EMULATED)
@@ -212,12 +212,12 @@ def test_int8_conformance(kernel):
 
 @needs_fp8
 @pytest.mark.parametrize(
-    ("kernel", "taken"), [(TritonFp8BlockScaledMMKernel, 6), (cutlass.CutlassFp8BlockScaledMMKernel, 4)],
+    ("kernel", "accepted"), [(TritonFp8BlockScaledMMKernel, 6), (cutlass.CutlassFp8BlockScaledMMKernel, 4)],
 )  # fmt: skip
-def test_block_conformance(kernel, taken):
+def test_block_conformance(kernel, accepted):
     if not kernel.is_supported(Platform.detect("cuda")):
         pytest.skip("not on this GPU")
-    assert len(check_kernel(kernel, BLOCKS, device="cuda").passed) == taken
+    assert len(check_kernel(kernel, BLOCKS, device="cuda").passed) == accepted
 
 
 @needs_fp8

@@ -89,18 +89,18 @@ def check_grid(name: str, kernels: Iterable[tuple[type[Kernel], Platform | str]]
     An AssertionError lists the failures: an output that is too far off, an exception after acceptance, a refusal without a
     reason, a cost that is not positive.
     """
-    taken: dict[str, int] = {}
-    wrong: list[str] = []
+    accepted: dict[str, int] = {}
+    failures: list[str] = []
     pairs = [(k, Platform.parse(p) if isinstance(p, str) else p) for k, p in kernels]
     for seed, spec in enumerate(layers(name)):
-        able = []
+        runnable = []
         for kernel, platform in pairs:
             verdict = accepts(kernel, spec)
             if verdict:
-                able.append((kernel, platform))
+                runnable.append((kernel, platform))
             elif not verdict.reason:
-                wrong.append(f"{kernel.__name__} refuses {spec.key} without a reason")
-        if not able:
+                failures.append(f"{kernel.__name__} refuses {spec.key} without a reason")
+        if not runnable:
             continue
         weight = random_weight(spec, seed)
         bias = None if weight.bias is None else weight.bias.to(spec.act_dtype)
@@ -111,20 +111,20 @@ def check_grid(name: str, kernels: Iterable[tuple[type[Kernel], Platform | str]]
         expected = reference64(x, weight) if spec.act_dtype == F32 else exact[-1]
         error = baseline_error(x, weight, expected)
         allowed = FACTOR * error + torch.finfo(spec.act_dtype).eps * float(expected.abs().max())
-        for kernel, platform in able:
-            taken[kernel.__name__] = taken.get(kernel.__name__, 0) + 1
+        for kernel, platform in runnable:
+            accepted[kernel.__name__] = accepted.get(kernel.__name__, 0) + 1
             try:
                 with poison():
                     packed = list(kernel.pack(weight).values())
                     outs = [kernel.apply(x, packed, bias, spec) for x in xs]
             except Exception as error:
-                wrong.append(f"{kernel.__name__} accepts {spec.key} and raises {type(error).__name__}: {error}")
+                failures.append(f"{kernel.__name__} accepts {spec.key} and raises {type(error).__name__}: {error}")
                 continue
             if not kernel.cost(spec, platform, 1) > 0:
-                wrong.append(f"{kernel.__name__}: no cost for {spec.key}")
+                failures.append(f"{kernel.__name__}: no cost for {spec.key}")
             for out, e in zip(outs, exact, strict=True):
                 off = float((out.double() - e).abs().nan_to_num(torch.inf).max())
                 if out.shape != e.shape or out.dtype != spec.act_dtype or not off <= (allowed if kernel.exact else torch.inf):
-                    wrong.append(f"{kernel.__name__} on {spec.key} with M={len(e)}: off by {off:.3g}, allowed {allowed:.3g}")
-    assert not wrong, f"{len(wrong)} of the layers:\n" + "\n".join(wrong[:20])
-    return taken
+                    failures.append(f"{kernel.__name__} on {spec.key} with M={len(e)}: off by {off:.3g}, allowed {allowed:.3g}")
+    assert not failures, f"{len(failures)} of the layers:\n" + "\n".join(failures[:20])
+    return accepted

@@ -45,7 +45,7 @@ def test_a_family_is_emulated_exactly(kernel, specs):
     assert len(report.passed) == len(specs), report.refused
 
 
-def test_a_familys_emulation_takes_no_other_family():
+def test_a_kernel_takes_only_its_own_family():
     for kernel in (EmulationMxFp4LinearKernel, EmulationMxfp8LinearKernel, EmulationMxfp6LinearKernel):
         assert not kernel.can_implement(NV)
     assert not EmulationNvFp4LinearKernel.can_implement(MX)
@@ -55,20 +55,20 @@ def test_a_familys_emulation_takes_no_other_family():
     )
 
 
-def test_emulation_is_named_by_its_family_before_the_reference():
+def test_emulation_ranks_before_the_reference():
     ranked = [c.name for c in bitline.choose(MX, "cpu").candidates if c.verdict]
     assert ranked.index("EmulationMxFp4LinearKernel") < ranked.index("ReferenceLinearKernel")
     assert bitline.choose(MX, "cpu", Policy(backend="emulation")).best.name == "EmulationMxFp4LinearKernel"
 
 
-def test_a_batch_invariant_choice_never_ends_without_a_kernel():
+def test_a_batch_invariant_choice_never_dead_ends():
     for spec in (MX, NV, LinearSpec(64, 128, types.uint4b8, (1, 32)), LinearSpec(9, 33, types.uint3, (1, 5), zero="int")):
         for platform in ("cpu", "cuda:sm90", "rocm:gfx942", "xpu"):
             choice = bitline.choose(spec, platform, Policy(batch_invariant=True))
             assert choice.kernel.batch_invariant
 
 
-def test_a_row_is_the_same_whatever_comes_with_it():
+def test_outputs_do_not_depend_on_the_batch():
     w = torch.randn(70, 300, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     weight = bitline.quantize(w, "W4A16", group_size=32)
     x = torch.randn(37, 300, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)

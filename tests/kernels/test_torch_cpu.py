@@ -18,7 +18,7 @@ from bitline.testing import check, check_exact, poison
 from bitline.types import SCALAR_TYPES, ActSpec, LinearSpec, float4_e2m1, float8_e4m3fn, int8, uint4b8, uint8b128
 from bitline.weight import QuantizedWeight
 
-ROWS = (0, 1, 2, 3, 7, 17, 65)
+M_VALUES = (0, 1, 2, 3, 7, 17, 65)
 SEED = itertools.count()
 needs_vectors = pytest.mark.skipif(not cpu_features() & {"avx2", "avx512"}, reason="torch's int4 operator needs AVX2")
 
@@ -76,10 +76,10 @@ def run(kernel, weight, x):
         return kernel.apply(x, list(packed.values()), bias, weight.spec)
 
 
-def verify(kernel, weight, rows=ROWS):
+def verify(kernel, weight, m_values=M_VALUES):
     packed = list(kernel.pack(weight).values())
     bias = None if weight.bias is None else weight.bias.to(weight.spec.act_dtype)
-    for m in rows:
+    for m in m_values:
         x = inputs(m, weight)
         with poison():
             out = kernel.apply(x, packed, bias, weight.spec)

@@ -210,8 +210,8 @@ def blocks(codes, scale, rows):
     """FP8 codes [R, C] with float32 scales of rows x 128 blocks, as float64."""
     assert codes.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and codes.shape[1] % 128 == 0
     assert scale.shape == (-(-codes.shape[0] // rows), codes.shape[1] // 128)
-    wide = scale.double().repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(128, 1)
-    return codes.double() * wide
+    expanded = scale.double().repeat_interleave(rows, 0)[: codes.shape[0]].repeat_interleave(128, 1)
+    return codes.double() * expanded
 
 
 def fp8_gemm_nt(*args, **kwargs):

@@ -90,8 +90,8 @@ def dequantized(c, weight, scale, zero, scale2):
         zeros = bitstream.unpack(zero.t().contiguous().view(torch.uint8), b, c.n).long().t()
         values = (codes - zeros.repeat_interleave(c.k // groups, 1)).double()
     scale = scale.view(1, 1) if scale.dim() == 1 else scale
-    wide = scale.float().double().repeat_interleave(c.n // scale.shape[0], 0).repeat_interleave(c.k // scale.shape[1], 1)
-    return values * wide * (1.0 if scale2 is None else scale2.double())
+    expanded = scale.float().double().repeat_interleave(c.n // scale.shape[0], 0).repeat_interleave(c.k // scale.shape[1], 1)
+    return values * expanded * (1.0 if scale2 is None else scale2.double())
 
 
 def humming_forward(*args, **kwargs):

@@ -1,7 +1,7 @@
 """GEMMs of microscaled codes (NVFP4, MXFP4, MXFP8), as Blackwell's block-scaled MMA and the packages built on it take them.
 
 NVFP4: E2M1 codes, E4M3 scales per 16 columns under a global scale. MXFP4 and MXFP8: E8M0 scales per 32 columns (OCP MX
-specification). Activations are quantized here, as `bitline.act_quant` defines it; a kernel supplies the GEMM alone.
+specification). Activations are quantized here, as `bitline.act_quant` defines it; a kernel supplies only the GEMM.
 """
 
 from __future__ import annotations

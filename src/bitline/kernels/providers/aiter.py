@@ -56,7 +56,7 @@ class AiterInt8ScaledMMLinearKernel(Kernel):
         """Symmetric W8A8, a scale per channel or for the whole weight; N and K multiples of 16."""
         act = spec.act
         if act is None or act.dtype.name != "int8" or act.granularity == "group" or not act.symmetric:
-            return no(f"activation scheme {act or 'of 16 bits'}", "symmetric int8 activations per tensor or token")
+            return no(f"activation scheme {act or 'none'}", "symmetric int8 activations per tensor or token")
         if not fits_int8(spec):
             return no(f"{spec.weight} codes are not integers of -128..127 times a step", "a signed or biased integer type")
         if spec.k % 16 or spec.n % 16:

@@ -217,7 +217,7 @@ class _HummingA8Kernel(_HummingKernel):
     @classmethod
     def _takes_activations(cls, act: ActSpec | None) -> Verdict:
         if act is None or act.dtype.name != cls.act_type or act.granularity == "group" or not act.symmetric:
-            return no(f"activation scheme {act or 'of 16 bits'}", f"symmetric {cls.act_type} activations per tensor or token")
+            return no(f"activation scheme {act or 'none'}", f"symmetric {cls.act_type} activations per tensor or token")
         return YES
 
     @classmethod

@@ -133,7 +133,7 @@ class XPUW4A8IntLinearKernel(_XpuInt4Kernel):
         """uint4b8 or int4, 16-bit scales, dynamic symmetric int8 activations per token."""
         act = spec.act
         if act is None or act.dtype.name != "int8" or not act.dynamic or act.granularity != "token" or not act.symmetric:
-            return no(f"activation scheme {act or 'of 16 bits'}", "int8 activations, dynamic per token, symmetric")
+            return no(f"activation scheme {act or 'none'}", "int8 activations, dynamic per token, symmetric")
         if spec.weight.name not in ("uint4b8", "int4") or spec.zero != "none":
             return no(f"{spec.weight} with zero {spec.zero!r}", "uint4b8 or int4")
         if spec.scale_dtype not in (torch.float16, torch.bfloat16):

@@ -46,7 +46,7 @@ class XPUFP8ScaledMMLinearKernel(Kernel):
         if spec.weight.name != "float8_e4m3fn" or spec.zero != "none" or spec.scale2_block is not None:
             return no(f"weight type {spec.weight}", "float8_e4m3fn weights with one level of scales")
         if act is None or act.dtype.name != "float8_e4m3fn" or act.scale != "float" or not act.symmetric:
-            return no(f"activation scheme {act or 'of 16 bits'}", "float8_e4m3fn activations")
+            return no(f"activation scheme {act or 'none'}", "float8_e4m3fn activations")
         if spec.ragged or spec.scale_dtype.itemsize < 2:
             return no(f"{spec.scale_dtype} scales, or groups of unequal size", "float scales per channel, block or whole weight")
         if act.granularity != "group":

@@ -32,7 +32,7 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
     def is_supported(cls, platform: Platform) -> Verdict:
         """Hopper, the only architecture on which cuBLASLt takes these scales."""
         if platform.capability != 90:
-            return no(f"cuBLASLt takes 1x128 and 128x128 scales on Hopper alone, this is {platform.arch}", "cuda:sm90")
+            return no(f"cuBLASLt takes 1x128 and 128x128 scales only on Hopper, this is {platform.arch}", "cuda:sm90")
         return YES
 
     @classmethod
@@ -42,7 +42,7 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
         if spec.weight.name != "float8_e4m3fn":
             return no(f"weight type {spec.weight}", "float8_e4m3fn weights")
         if act is None or act.dtype.name != "float8_e4m3fn" or act.group_size != _BLOCK or act.scale != "float":
-            return no(f"activation scheme {act or 'of 16 bits'}", "float8_e4m3fn activations in groups of 128")
+            return no(f"activation scheme {act or 'none'}", "float8_e4m3fn activations in groups of 128")
         rows, columns = spec.block
         blocks = rows in (_BLOCK, spec.n) and columns in (_BLOCK, spec.k) and max(rows, columns) <= _BLOCK
         if not blocks or spec.ragged or spec.act_order or spec.zero != "none" or spec.scale2_block is not None:

@@ -1,6 +1,6 @@
 """Tile configurations of the Triton weight-only kernels: a fixed table by shape, so no call ever autotunes. Measured on an H200.
 
-Those of other NVIDIA GPUs and of AMD's wave32 GPUs (RDNA) were found by compiling for them alone: the largest whose accumulators
+Those of other NVIDIA GPUs and of AMD's wave32 GPUs (RDNA) come from compiling without running: the largest whose accumulators
 and weights fit 256 registers.
 """
 

@@ -1,6 +1,6 @@
 """The packed layout of the Triton weight-only kernels: int32 codes by K block, scales by group, auxiliary bits, column order.
 
-Codes are int32 [k_blocks, N, 16]; a K block is 512 / low_bits columns. Word j of a row holds, in field f of its low half (bits
+Codes are int32 [k_blocks, N, 16]; a K block is 512 / low_bits columns. int32 j of a row holds, in field f of its low half (bits
 f * low_bits) and of its high half (16 bits further up), the codes of columns 32 f + 2 j and 32 f + 2 j + 1 of the block.
 """
 
@@ -19,7 +19,7 @@ from bitline.kernels.base import Packed
 from bitline.types import LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
 
-WORDS_PER_BLOCK = 16  # int32 of one row in one K block
+INT32_PER_BLOCK = 16  # packed int32 of one row in one K block
 _MIN_GROUP = 32  # the fewest columns per group scale in the packed layout; the columns of one field
 LUT_SIZE = 16
 # bits of a code -> (bits in the packed int32, whose fields have 2, 4 or 8; bits above these, in a plane of their own)
@@ -34,7 +34,7 @@ class PackedLayout:
     low_bits, high_bits: bits of a code in the packed int32, and in the high-bit plane. lut: codes index a table of 16 values.
     block_k: columns of a K block.
     aligned: columns keep their order, and group boundaries fall on multiples of 32 columns after `k_offset` columns of padding
-    that complete a group cut by tensor parallelism. Otherwise each group is padded to a multiple of `group_align`, and x is
+    that complete a group split by tensor parallelism. Otherwise each group is padded to a multiple of `group_align`, and x is
     gathered.
     scale_block_k: columns per group scale, 0 for per-channel scales. promote_k: columns accumulated before the partial
     accumulator is scaled and added to the float32 result.
@@ -69,7 +69,7 @@ def layout_of(spec: LinearSpec) -> PackedLayout:
     code = types.float8_e4m3fn if spec.weight.kind == "float" and spec.weight.bits == 6 else spec.weight
     integer = code.kind == "int"
     low_bits, high_bits = _BIT_PLANES[code.bits] if integer else (max(2, 1 << (code.bits - 1).bit_length()), 0)
-    block_k = 32 * WORDS_PER_BLOCK // low_bits
+    block_k = 32 * INT32_PER_BLOCK // low_bits
     half = 1 << (code.bits - 1)
     implicit_zero = (half if code.signed or spec.zero == "int" else code.bias) if integer else 0
     bias = (half if code.signed else code.bias) if integer else 0
@@ -122,7 +122,7 @@ def pack(weight: QuantizedWeight) -> Packed:
 
     aux is one of
     - block scales int32 or int16 [k_blocks, N, 32 // sf_vec_size], one byte for each 32 columns of the block;
-    - the codes' high bits int16 or uint8 [k_blocks, N, 16]: those of word j's low half, then of its high half, field by field;
+    - the codes' high bits int16 or uint8 [k_blocks, N, 16]: those of int32 j's low half, then of its high half, field by field;
     - a LUT int16 [3, 16]: the bits of its values in the 16-bit input dtype, and the low and the high halves of float32.
     """
     spec, layout = weight.spec, layout_of(weight.spec)
@@ -219,10 +219,10 @@ def _pack_codes(weight: QuantizedWeight, layout: PackedLayout, columns: _PackedC
     """(codes, high-bit plane): see `pack`. Works on a chunk of rows at a time."""
     s, k_blocks, fields = weight.spec, columns.k_blocks, 16 // layout.low_bits
     recode = None if layout.code_type is s.weight else _recode_table(s.weight, layout.code_type).to(weight.device)
-    out = torch.empty(k_blocks, s.n, WORDS_PER_BLOCK, dtype=torch.int32, device=weight.device)
+    out = torch.empty(k_blocks, s.n, INT32_PER_BLOCK, dtype=torch.int32, device=weight.device)
     high_dtype = torch.int16 if layout.high_bits * fields == 8 else torch.uint8
     high_plane = torch.empty(
-        (k_blocks, s.n, WORDS_PER_BLOCK) if layout.high_bits else (0,),
+        (k_blocks, s.n, INT32_PER_BLOCK) if layout.high_bits else (0,),
         dtype=high_dtype if layout.high_bits else torch.float32,
         device=out.device,
     )
@@ -236,18 +236,18 @@ def _pack_codes(weight: QuantizedWeight, layout: PackedLayout, columns: _PackedC
         rows = codes.shape[0]
         placed = torch.zeros(rows, k_blocks * layout.block_k, dtype=torch.uint8, device=weight.device)
         placed[:, columns.position] = codes
-        low, high = _pack_words(placed.view(rows, k_blocks, fields, WORDS_PER_BLOCK, 2), layout)
+        low, high = _pack_int32(placed.view(rows, k_blocks, fields, INT32_PER_BLOCK, 2), layout)
         out[:, r : r + rows] = low.transpose(0, 1)
         if layout.high_bits:
             high_plane[:, r : r + rows] = high.transpose(0, 1).to(high_dtype)
     return out, high_plane
 
 
-def _pack_words(codes: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+def _pack_int32(codes: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
     """Codes uint8 [rows, k_blocks, fields, 16, 2] to (low bits, high bits), int32 [rows, k_blocks, 16] each."""
     rows, k_blocks, fields = codes.shape[:3]
     width = layout.low_bits
-    low = torch.zeros(rows, k_blocks, WORDS_PER_BLOCK, dtype=torch.int32, device=codes.device)
+    low = torch.zeros(rows, k_blocks, INT32_PER_BLOCK, dtype=torch.int32, device=codes.device)
     high = torch.zeros_like(low)
     for f in range(fields):
         for half in (0, 1):
@@ -266,12 +266,12 @@ def _lut(spec: LinearSpec) -> Tensor:
 
 
 @functools.cache
-def _recode_table(narrow: ScalarType, wide: ScalarType) -> Tensor:
-    """uint8 [2**bits]: the code in `wide` of each code of `narrow`. `wide` has all its values, zeros of both signs too."""
-    sign = 1 << (wide.bits - 1)
-    magnitude = {value: code for code, value in enumerate(wide.values()[:sign])}
-    half = 1 << (narrow.bits - 1)
-    positive = [magnitude[value] for value in narrow.values()[:half]]
+def _recode_table(source: ScalarType, target: ScalarType) -> Tensor:
+    """uint8 [2**bits]: the code in `target` of each code of `source`. `target` has all its values, zeros of both signs too."""
+    sign = 1 << (target.bits - 1)
+    magnitude = {value: code for code, value in enumerate(target.values()[:sign])}
+    half = 1 << (source.bits - 1)
+    positive = [magnitude[value] for value in source.values()[:half]]
     return torch.tensor(positive + [code | sign for code in positive], dtype=torch.uint8)
 
 
@@ -286,7 +286,7 @@ def _pack_block_scales(
     """(factor of each row float32 [1, N], one-byte block scales).
 
     E4M3 scales stay as they are. E8M0 scales are rebased to the largest of their row, which becomes 1 (for float16 inputs, the
-    largest power of two with which no weight overflows), so that products in 16 bits are exact: a scale that underflows then is
+    largest power of two with which no weight overflows), so that 16-bit multiplication is exact: a scale that underflows then is
     smaller than the row's largest by a factor of 2**126 (float16: 2**14 for E5M2, 2**21 for E4M3, 2**27 for E2M1).
     """
     s, half = weight.spec, weight.spec.act_dtype == torch.float16

@@ -144,7 +144,7 @@ class TritonFp8BlockScaledMMKernel(_TritonScaledMM):
         if spec.weight.name != "float8_e4m3fn":
             return no(f"weight type {spec.weight}", "float8_e4m3fn weights")
         if act is None or act.dtype.name != "float8_e4m3fn" or act.granularity != "group" or act.scale == "e4m3":
-            return no(f"activation scheme {act or 'of 16 bits'}", "float8_e4m3fn activations in groups of a row")
+            return no(f"activation scheme {act or 'none'}", "float8_e4m3fn activations in groups of a row")
         if spec.ragged or spec.act_order or spec.zero != "none" or spec.scale2_block is not None:
             return no("act-order, or zero points", "a symmetric block-scaled weight in the input's column order")
         if _scale_interval(spec) < 32:
@@ -214,8 +214,8 @@ def _launch(
 
 
 class TileConfig(NamedTuple):
-    """Tile shape and launch options. k_slices: tiles of K that a program multiplies side by side, each by warps of its own, and
-    reduces at the end (intra-CTA split-K)."""
+    """Tile shape and launch options. k_slices: tiles of K per iteration, each multiplied by its own warps and reduced at
+    the end (intra-CTA split-K)."""
 
     tile_m: int
     tile_n: int

@@ -2,7 +2,7 @@
 # ruff: noqa: SIM300  (compile-time names are upper case, which the rule takes for constants on the wrong side)
 """Device code of dequantization: packed int32 to numbers by arithmetic, or by lookup for LUT types. No inline assembly.
 
-A word holds, in field f of its low half (bits f * FMT.low_bits) and of its high half (16 bits further up), the codes of two
+Each int32 holds, in field f of its low half (bits f * FMT.low_bits) and of its high half (16 bits further up), the codes of two
 adjacent columns: one mask extracts the pair, and it lands in one register, as MMA operands need it.
 
 Common arguments: `packed` uint32 [K_SLICES, BLOCK_SIZE_N, 16]; `aux` what accompanies it: block scales, the codes' high bits, or
@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def unpack_high_bits(aux, FMT: tl.constexpr):
-    """The high-bit plane as stored to high bits in both halves of a word, field f's at bit f * FMT.high_bits of each half."""
+    """The high-bit plane as stored to high bits in both halves of an int32, field f's at bit f * FMT.high_bits of each."""
     WIDTH: tl.constexpr = 16 // FMT.low_bits * FMT.high_bits
     MASK: tl.constexpr = (1 << WIDTH) - 1
     return (aux & MASK) | (((aux >> WIDTH) & MASK) << 16)
@@ -34,7 +34,7 @@ def _shift_left(packed, by: tl.constexpr):
 
 @triton.jit
 def _extract_codes(packed, aux, f: tl.constexpr, FMT: tl.constexpr):
-    """Field f's codes in both halves of each word."""
+    """Field f's codes in both halves of each int32."""
     pair = (packed >> (f * FMT.low_bits)) & (((1 << FMT.low_bits) - 1) * 0x10001)
     if FMT.high_bits > 0:
         pair |= _shift_left(aux, FMT.low_bits - f * FMT.high_bits) & ((((1 << FMT.high_bits) - 1) << FMT.low_bits) * 0x10001)
@@ -43,7 +43,7 @@ def _extract_codes(packed, aux, f: tl.constexpr, FMT: tl.constexpr):
 
 @triton.jit
 def _unpack_pairs(pair, K_SLICES: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, DTYPE: tl.constexpr):
-    """The two 16-bit numbers in each word as adjacent columns, [K_SLICES, BLOCK_SIZE_N, 32]."""
+    """The two 16-bit numbers in each int32 as adjacent columns, [K_SLICES, BLOCK_SIZE_N, 32]."""
     low = (pair & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     high = (pair >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     return tl.reshape(tl.join(low, high), (K_SLICES, BLOCK_SIZE_N, 32))
@@ -51,7 +51,7 @@ def _unpack_pairs(pair, K_SLICES: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, DTYP
 
 @triton.jit
 def _interleave_exact(low, high, K_SLICES: tl.constexpr, BLOCK_SIZE_N: tl.constexpr, DTYPE: tl.constexpr):
-    """Two float32 numbers per word, both representable in DTYPE, as adjacent columns [K_SLICES, BLOCK_SIZE_N, 32].
+    """Two float32 numbers per int32, both representable in DTYPE, as adjacent columns [K_SLICES, BLOCK_SIZE_N, 32].
 
     Truncation to bfloat16 is exact then, and one instruction for both; AMD GPUs before gfx950 take four to round each.
     """
@@ -67,7 +67,7 @@ def _interleave_exact(low, high, K_SLICES: tl.constexpr, BLOCK_SIZE_N: tl.conste
 
 @triton.jit
 def _int_to_fp32(packed, shift: tl.constexpr, FMT: tl.constexpr):
-    """The code at bit `shift` of each word, minus the implicit zero point, as float32: mask, set an exponent, one exact FMA."""
+    """The code at bit `shift` of each int32, minus the implicit zero point, as float32: mask, set an exponent, one exact FMA."""
     FROM_HIGH_HALF: tl.constexpr = shift + FMT.low_bits > 22
     BIT: tl.constexpr = shift - 16 if FROM_HIGH_HALF else shift
     code = (packed >> 16) if FROM_HIGH_HALF else packed

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Device code of fake quantization of activations, bit for bit what `act_quant.fake_quantize` computes, in one pass.
 
-It uses float32 arithmetic alone, so it runs on GPUs without FP8 or FP4 types. `CONFIG` is a `triton_fake_quant.FakeQuantConfig`.
+It uses only float32 arithmetic, so it runs on GPUs without FP8 or FP4 types. `CONFIG` is a `triton_fake_quant.FakeQuantConfig`.
 """
 
 from __future__ import annotations

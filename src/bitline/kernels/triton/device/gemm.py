@@ -90,17 +90,40 @@ def _dequantize(
 
 
 @triton.jit
-def _x_sum_factor(
-    scale, zero_ptr, offset_ptr, group, row, N, ZERO_BASE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr
-):
-    """The factor of the sum of x over a group, scale * (ZERO_BASE - zero) + offset, float32 [K_SLICES, BLOCK_SIZE_N, 1]."""
+def _add_zero_points(
+    acc, x_sums, scale, zero_ptr, offset_ptr, group, row, N,
+    ZERO_BASE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """acc + x_sums * (scale * (ZERO_BASE - zero) + offset) of a group; x_sums: the sums of x over the group's columns."""
     if HAS_ZERO:
-        value = scale * (ZERO_BASE - _load_per_row(zero_ptr, group, row, N))
+        factor = scale * (ZERO_BASE - _load_per_row(zero_ptr, group, row, N))
         if HAS_OFFSET:
-            value += _load_per_row(offset_ptr, group, row, N)
-        return value
+            factor += _load_per_row(offset_ptr, group, row, N)
+        acc += x_sums * factor
+    elif HAS_OFFSET:
+        acc += x_sums * _load_per_row(offset_ptr, group, row, N)
+    return acc
+
+
+@triton.jit
+def _load_packed(codes_tile, aux_ptr, block, row, N, FMT: tl.constexpr):
+    """(packed uint32 [K_SLICES, BLOCK_SIZE_N, 16], aux) of K blocks [K_SLICES] and rows [BLOCK_SIZE_N]."""
+    block = block.to(tl.int64)
+    packed = tl.load(codes_tile + block[:, None, None] * (N * 16), eviction_policy="evict_first").to(tl.uint32, bitcast=True)
+    return packed, _load_aux(aux_ptr, packed, (block[:, None] * N + row[None, :])[:, :, None], FMT)
+
+
+@triton.jit
+def _store_tile(out_ptr, bias_ptr, y, offs_m, offs_n, row_n, split, M, N, HAS_BIAS: tl.constexpr, IS_SPLIT_K: tl.constexpr):
+    """Epilogue: y float32 [BLOCK_SIZE_N, BLOCK_SIZE_M] to a split-K partial, or with the bias added and rounded to the output."""
+    offs = offs_m.to(tl.int64)[None, :] * N + offs_n[:, None]
+    valid = (offs_m < M)[None, :] & (offs_n < N)[:, None]
+    if IS_SPLIT_K:
+        tl.store(out_ptr + split.to(tl.int64) * M * N + offs, y, mask=valid)
     else:
-        return _load_per_row(offset_ptr, group, row, N)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + row_n).to(tl.float32)[:, None]
+        tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["M", "k_offset", "k_blocks", "groups", "k_blocks_per_split"])
@@ -150,9 +173,7 @@ def gemm_kernel(
         block = c + slices
         if not EVEN_K:
             block = tl.minimum(block, k_blocks - 1)  # past the end x is zero
-        packed = tl.load(codes_tile + block.to(tl.int64)[:, None, None] * (N * 16), eviction_policy="evict_first")
-        packed = packed.to(tl.uint32, bitcast=True)
-        aux = _load_aux(aux_ptr, packed, (block.to(tl.int64)[:, None] * N + row_n[None, :])[:, :, None], FMT)
+        packed, aux = _load_packed(codes_tile, aux_ptr, block, row_n, N, FMT)
         for f in tl.static_range(BLOCK_SIZE_K // WIDTH):
             k = (c + slices)[:, None, None] * BLOCK_SIZE_K + f * WIDTH + offs_k
             x = _load_x(x_rows, perm_ptr, k, end_block * BLOCK_SIZE_K, valid_m, K, k_offset, HAS_PERM, EVEN_K, MASK_M)
@@ -174,34 +195,16 @@ def gemm_kernel(
                         group = tl.minimum(group, groups - 1)  # a K block may reach past the last group
                     scale = _load_per_row(scale_ptr, group, row_n, N)
                     acc += partial * scale
-                    if NEEDS_X_SUMS:
-                        acc += x_sums * _x_sum_factor(
-                            scale, zero_ptr, offset_ptr, group, row_n, N, FMT.zero_base, HAS_ZERO, HAS_OFFSET
-                        )  # fmt: skip
+                    acc = _add_zero_points(
+                        acc, x_sums, scale, zero_ptr, offset_ptr, group, row_n, N, FMT.zero_base, HAS_ZERO, HAS_OFFSET
+                    )
     if SCALE_AT_END:
         group = tl.zeros((K_SLICES,), tl.int32)
         scale = _load_per_row(scale_ptr, group, row_n, N)
         acc *= scale
-        if NEEDS_X_SUMS:
-            acc += x_sums * _x_sum_factor(scale, zero_ptr, offset_ptr, group, row_n, N, FMT.zero_base, HAS_ZERO, HAS_OFFSET)
-    if K_SLICES == 1:
-        y = tl.reshape(acc, (BLOCK_SIZE_N, BLOCK_SIZE_M))
-    else:
-        y = tl.sum(acc, 0)
+        acc = _add_zero_points(acc, x_sums, scale, zero_ptr, offset_ptr, group, row_n, N, FMT.zero_base, HAS_ZERO, HAS_OFFSET)
+    y = tl.reshape(acc, (BLOCK_SIZE_N, BLOCK_SIZE_M)) if K_SLICES == 1 else tl.sum(acc, 0)
     _store_tile(out_ptr, bias_ptr, y, offs_m, offs_n, row_n, split, M, N, HAS_BIAS, IS_SPLIT_K)
-
-
-@triton.jit
-def _store_tile(out_ptr, bias_ptr, y, offs_m, offs_n, row_n, split, M, N, HAS_BIAS: tl.constexpr, IS_SPLIT_K: tl.constexpr):
-    """Epilogue: y float32 [BLOCK_SIZE_N, BLOCK_SIZE_M] to a split-K partial, or with the bias added and rounded to the output."""
-    offs = offs_m.to(tl.int64)[None, :] * N + offs_n[:, None]
-    valid = (offs_m < M)[None, :] & (offs_n < N)[:, None]
-    if IS_SPLIT_K:
-        tl.store(out_ptr + split.to(tl.int64) * M * N + offs, y, mask=valid)
-    else:
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + row_n).to(tl.float32)[:, None]
-        tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["size"])
