@@ -8,14 +8,8 @@ import sys
 
 import pytest
 
+from command import bitline
 from tiny import compressed, llama
-
-
-def bitline(*words, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "bitline", *map(str, words)], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "COLUMNS": "200", "TERM": "dumb", **env},
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from bitline import types
-from bitline.cli import console, doctor, explain, explain_show, main, packages, render
+from bitline.cli import (
+    candidate_status,
+    console,
+    doctor,
+    doctor_text,
+    explain,
+    explain_table,
+    explain_text,
+    main,
+    render,
+)
 from bitline.kernels import registry
 from bitline.platform import PACKAGES, Platform
 from bitline.select import Policy, choose
@@ -26,7 +36,7 @@ def report(name, platform, policy=None, tp=1, **more):
     return explain.explain_report(FIXTURES / name, Platform.parse(platform), policy or Policy(m=(1, 16, 512)), tp=tp, **more)
 
 
-def text(made, width=80, show=explain_show.show, **more):
+def text(made, width=80, show=explain_text.show, **more):
     said, before = io.StringIO(), console.out._width
     console.out._width = width
     try:
@@ -79,7 +89,7 @@ def test_the_json_of_explain_has_the_documented_keys():
     made.append(report("ct_nvfp4", "cuda:sm100"))
     assert set().union(*map(keys, made)) == documented("explain")
     for one in made:
-        back = json.loads(json.dumps(main._plain(one), allow_nan=False))
+        back = json.loads(json.dumps(main._finite(one), allow_nan=False))
         for plan in back["plans"]:
             numbers = [*plan["cost_seconds"].values(), plan["packed_bytes"], plan["layers"], *plan["shape"], *plan["ranks"]]
             assert all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
@@ -98,7 +108,7 @@ def test_the_json_of_explain_has_the_documented_keys():
 def test_the_json_of_doctor_has_the_documented_keys():
     made = doctor.doctor_report()
     assert keys(made) - {f"native.{k}" for k in made["native"]} == documented("doctor")
-    assert json.loads(json.dumps(main._plain(made), allow_nan=False))["devices"][0]["memory"] > 1 << 28
+    assert json.loads(json.dumps(main._finite(made), allow_nan=False))["devices"][0]["memory"] > 1 << 28
     assert {p["package"] for p in made["packages"]} == {p.distribution for p in PACKAGES.values()}
 
 
@@ -122,7 +132,7 @@ def test_ranks_that_get_another_kernel_are_named():
     said = text(made, 120)
     assert "N/3 " in said and "K/3 rank 0" in said and "K/3 ranks 1-2" in said
     assert re.search(r"faster, but GluonHopper \(256×171\): groups of 64 columns, cut at 42", said)
-    assert explain_show._numbers([0, 2, 3, 4, 7]) == "0, 2-4, 7"
+    assert explain_table.rank_spans([0, 2, 3, 4, 7]) == "0, 2-4, 7"
 
 
 def test_a_package_that_would_be_chosen_and_how_to_get_it():
@@ -157,9 +167,9 @@ SPEC = types.LinearSpec(4096, 4096, types.uint4b8, (1, 128))
 def test_what_stands_behind_a_verdict(kernel, platform, changes, expected):
     choice = choose(SPEC.replace(**changes), platform, Policy(disabled={"ReferenceLinearKernel"}))
     candidate = next(c for c in choice.candidates if c.name == kernel)
-    assert packages.kind(candidate, choice) == expected
+    assert candidate_status.status(candidate, choice) == expected
     if expected == "package":
-        assert packages.missing(candidate, choice.platform) == "zentorch"
+        assert candidate_status.missing_package(candidate, choice.platform) == "zentorch"
 
 
 def test_a_missing_package_is_not_the_reason_where_the_machine_is():
@@ -207,7 +217,7 @@ def test_doctor_in_every_width_and_with_everything_wrong(width, monkeypatch):
     made |= {"devices": [*made["devices"], broken], "plugin_failures": {"shop": "ImportError: no shop"},
              "kernels": [*made["kernels"], failed], "native": {"available": False, "reason": "not built"},
              "compilers": dict.fromkeys(made["compilers"])}  # fmt: skip
-    said = text(made, width, show=doctor.show)
+    said = text(made, width, show=doctor_text.show)
     flat = " ".join(said.split())
     for words in ("no driver", "no shop", "FAILED", "worst element [0, 3]", "not built. There is no C++ compiler", "would add"):
         assert words in flat, words

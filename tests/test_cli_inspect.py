@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from safetensors.torch import save_file
 
 from bitline.checkpoint import open_checkpoint
-from bitline.cli import inspect, main, oddities
+from bitline.cli import inspect, main, scale_checks
 from bitline.cli.inspect import inspect_report
 from bitline.formats.io.safetensors_source import SafetensorsSource
 
@@ -230,9 +230,9 @@ def test_zero_points_that_no_version_stores(tmp_path):
     assert "v2" in odd_ones[0]["what"] and "hold 3" in odd_ones[1]["what"]
 
 
-def test_a_list_of_layers_left_alone_that_the_tensors_contradict(tmp_path):
+def test_ignored_modules_that_the_tensors_contradict(tmp_path):
     report = inspect_report(ct(tmp_path / "ct", ["model.layers.0.mlp.up_proj"]))
-    assert "yet its tensors are quantized" in only(report)["what"] and only(report)["layers"] == 1
+    assert "but its tensors are quantized" in only(report)["what"] and only(report)["layers"] == 1
     awq = {
         "model.visual.up.qweight": torch.zeros(32, 2, dtype=torch.int32),
         "model.visual.up.qzeros": torch.zeros(1, 2, dtype=torch.int32),
@@ -253,7 +253,7 @@ def test_a_list_of_layers_left_alone_that_the_tensors_contradict(tmp_path):
         ("re:.*router", True), ("visual.*", True), ("re:(unfinished", None),
     ],
 )  # fmt: skip
-def test_a_list_that_names_what_the_files_do_not_hold(tmp_path, entry, missing):
+def test_ignored_modules_that_match_nothing(tmp_path, entry, missing):
     gate = {"model.layers.0.mlp.gate.weight": torch.ones(4, 16)}
     if missing is None:  # the reader refuses it first
         with pytest.raises(ValueError, match="regular expression"):
@@ -277,18 +277,18 @@ def test_long_lists_are_cut_and_control_characters_shown(tmp_path, monkeypatch):
     assert "\x1b" not in text_of(report, 80, monkeypatch) and "[red]x" in text_of(report, 80, monkeypatch)
 
 
-def test_layers_left_in_full_precision(tmp_path):
+def test_unquantized_layers_among_quantized_ones(tmp_path):
     modules = [f"model.layers.{i}.mlp.down_proj" for i in range(3)]
     extra = {"model.layers.3.mlp.down_proj.weight": torch.ones(8, 16).bfloat16(), "model.norm.weight": torch.ones(8)}
     found = only(inspect_report(ct(tmp_path, [], modules, extra)))
     assert found["level"] == "note" and found["example"] == "model.layers.3.mlp.down_proj"
-    assert found["what"] == "left in full precision, while 3 other down_proj are quantized"
+    assert found["what"] == "not quantized, while 3 other down_proj are"
 
 
 def test_oddities_as_text(tmp_path, monkeypatch):
     report = inspect_report(ct(tmp_path, ["re:model.*"], [f"model.layers.{i}.x" for i in range(3)]))
     text = " ".join(text_of(report, 80, monkeypatch).split())
-    assert "odd the config's ignore list names this layer" in text and "(3 layers, such as model.layers.0.x)" in text
+    assert "warning the config's ignore list names this layer" in text and "(3 layers, such as model.layers.0.x)" in text
 
 
 # ---- scales ------------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_several_oddities_are_counted(tmp_path, monkeypatch):
         "negative": (4, 2, "a.weight_scale"), "zero": (2, 2, "a.weight_scale"),
     }  # fmt: skip
     text = " ".join(text_of(report, 80, monkeypatch).split())
-    assert "odd NaN: 4 in 2 tensors, such as a.weight_scale" in text
+    assert "warning NaN: 4 in 2 tensors, such as a.weight_scale" in text
     with pytest.raises(ValueError, match="NaN"):  # and the layer itself is refused
         open_checkpoint(tmp_path).layer("a").weight()
 
@@ -352,7 +352,7 @@ def test_powers_of_two(tmp_path):
 
 def test_many_scales_are_read_only_if_asked_for(tmp_path, monkeypatch):
     fp8(tmp_path, {"a": GOOD, "b": row(0.0)})
-    monkeypatch.setattr(oddities, "AUTO_BYTES", 63)
+    monkeypatch.setattr(scale_checks, "AUTO_BYTES", 63)
     report = inspect_report(tmp_path)
     assert report["scales"] == {"checked": False, "tensors": 2, "nbytes": 64, "findings": []}
     assert "scales (0.1 kB in 2 tensors) were not read: --scales checks them" in text_of(report, 100, monkeypatch)
@@ -365,7 +365,7 @@ def test_batches_change_nothing(tmp_path, monkeypatch):
     scales = {f"l{i}": row(0.0 if i % 3 else 0.5) for i in range(20)}
     whole = inspect_report(fp8(tmp_path, scales))["scales"]
     for size in (1, 33, 100):
-        monkeypatch.setattr(oddities, "_BATCH", size)
+        monkeypatch.setattr(scale_checks, "_BATCH_BYTES", size)
         assert inspect_report(tmp_path)["scales"] == whole
 
 

@@ -1,27 +1,30 @@
 """The command: what it prints, its JSON, and its exit codes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from expected import CHECKPOINTS
 
+import command
+
 
 def bitline(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "bitline", "convert", *map(str, words)], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "COLUMNS": "140", "TERM": "dumb"},
-    )  # fmt: skip
+    return command.bitline("convert", *words, COLUMNS="140")
 
 
 def test_text(tmp_path):
     done = bitline(CHECKPOINTS / "ct_w4a16_g128_asym", tmp_path / "m.gguf", "--to", "gguf")
     assert done.returncode == 0, done.stderr
     words = " ".join(done.stdout.split())
-    for said in ("uint4+zero g128", "uint5b16 g32", "4-bit codes in 5 bits", "every layer bit-equal", "4 of 4", "no plain tensors"):
+    for said in (
+        "uint4+zero g128",
+        "uint5b16 g32",
+        "4-bit codes in 5 bits",
+        "every layer is bit-exact",
+        "4 of 4",
+        "no unquantized tensors",
+    ):
         assert said in words
     assert re.search(r"layers [\d.]+ [kM]B before, [\d.]+ [kM]B after", words)
 
@@ -37,7 +40,7 @@ def test_json(tmp_path):
 def test_lossy_text(tmp_path):
     done = bitline(CHECKPOINTS / "bnb_nf4", tmp_path / "out", "--to", "gptq", "--lossy")
     words = " ".join(done.stdout.split())
-    assert done.returncode == 0 and "4 of 4 layers were rounded" in words and "max error" in words and "bit-equal" not in words
+    assert done.returncode == 0 and "4 of 4 layers were rounded" in words and "max error" in words and "bit-exact" not in words
 
 
 @pytest.mark.parametrize(

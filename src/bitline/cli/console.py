@@ -1,4 +1,4 @@
-"""Where the command prints: answers on stdout, progress and errors on stderr."""
+"""The command's consoles: answers on stdout, progress and errors on stderr."""
 
 from __future__ import annotations
 

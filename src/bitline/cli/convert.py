@@ -1,4 +1,4 @@
-"""`bitline convert`: a checkpoint in another format, and the proof that nothing changed."""
+"""`bitline convert`: a checkpoint in another format, verified to have the same weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from bitline.conversion import LayerReport, convert
 
 
 def convert_report(source: str, result: Path, to: str, lossy: bool, weights_only: bool, quiet: bool) -> dict[str, Any]:
-    """Every figure of the command."""
-    with _stopped_by_signals(), _bars() if err.is_terminal and not quiet else contextlib.nullcontext() as progress:
+    """The report of the command as JSON-compatible values."""
+    with _exit_on_signals(), _progress_bars() if err.is_terminal and not quiet else contextlib.nullcontext() as progress:
         report = convert(
             local_path(source), result.expanduser(), to=to, lossy=lossy, weights_only=weights_only, progress=progress
         )
@@ -42,10 +42,10 @@ def _kind(members: list[LayerReport]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Leave nothing behind when the terminal is closed or the process is told to end, as after Ctrl-C."""
+def _exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that the unfinished result is removed as after Ctrl-C."""
     before = {}
-    if threading.current_thread() is threading.main_thread():  # no other may set them
+    if threading.current_thread() is threading.main_thread():  # others may not set handlers
         for number in (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
             before[number] = signal.signal(number, _exit)
     try:
@@ -60,16 +60,16 @@ def _exit(number: int, _frame: object) -> None:
 
 
 @contextlib.contextmanager
-def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for writing and one for reading back."""
+def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """One bar for writing and one for verification."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True) as bars:
         tasks: dict[str, Any] = {}
 
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task({"prove": "verify"}.get(stage, stage), total=total)
+            bars.update(tasks[stage], completed=done)
 
         yield progress
 
@@ -81,18 +81,18 @@ def show(report: dict[str, Any]) -> None:
         f"[bold]{path}[/] ({report['source_format']}) to [bold]{result}[/] ({report['to']})", highlight=False, soft_wrap=True
     )
     errors = () if report["exact"] else ("max error", "rms error")
-    grid = table("layers", "N×K", "before", "after", *errors, "what was done")
+    grid = table("layers", "N×K", "before", "after", *errors, "changes")
     for kind in report["kinds"]:
         n, k = kind["shape"]
-        far = ["-" if kind["exact"] else f"{kind[which]:.2g}" for which in ("max_error", "rms_error")] if errors else []
-        what = ("; ".join(kind["changes"]) or "moved") if kind["exact"] else "rounded"
-        grid.add_row(str(kind["layers"]), f"{n}×{k}", kind["before"], kind["after"], *far, what)
+        figures = ["-" if kind["exact"] else f"{kind[key]:.2g}" for key in ("max_error", "rms_error")] if errors else []
+        changes = ("; ".join(kind["changes"]) or "repacked") if kind["exact"] else "rounded"
+        grid.add_row(str(kind["layers"]), f"{n}×{k}", kind["before"], kind["after"], *figures, changes)
     put(grid)
     if errors:
-        out.print("max error: relative to the layer's largest weight; rms error: to the root mean square of all", highlight=False)
+        out.print("max error: over the layer's largest weight; rms error: over the weights' root mean square", highlight=False)
     count = report["plain_tensors"]
-    plain = f"{count} plain tensors, {size(report['plain_bytes'])}" if count else "no plain tensors"
-    out.print(f"layers {size(report['nbytes'])} before, {size(report['nbytes_after'])} after; {plain}")
+    unquantized = f"{count} unquantized tensors, {size(report['plain_bytes'])}" if count else "no unquantized tensors"
+    out.print(f"layers {size(report['nbytes'])} before, {size(report['nbytes_after'])} after; {unquantized}")
     if report["copied"]:
         out.print(f"copied: {escape(', '.join(report['copied']))}", highlight=False)
     if report["left"]:
@@ -101,7 +101,7 @@ def show(report: dict[str, Any]) -> None:
         out.print(f"[yellow]note[/]: {escape(note)}", highlight=False)
     rounded, count = sum(not layer["exact"] for layer in report["layers"]), len(report["layers"])
     if rounded:
-        others = "; every other layer bit-equal" if rounded < count else ""
+        others = "; every other layer is bit-exact" if rounded < count else ""
         out.print(f"[yellow]{rounded} of {count} layers were rounded[/]{others}", highlight=False)
     else:
-        out.print(f"[green]every layer bit-equal[/]: {count} of {count} read back and compared", highlight=False)
+        out.print(f"[green]every layer is bit-exact[/]: {count} of {count} read back and compared", highlight=False)

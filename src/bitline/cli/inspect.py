@@ -1,4 +1,4 @@
-"""`bitline inspect`: what a checkpoint holds, from its headers; of the data only scales are read, where they are small."""
+"""`bitline inspect`: what a checkpoint contains, from its headers; of the data only small scales are read."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from rich.padding import Padding
 from rich.text import Text
 
 from bitline.checkpoint import open_checkpoint
-from bitline.cli import oddities
+from bitline.cli.checkpoint_findings import column_order, ignored_module_findings, layer_findings, unquantized_findings
 from bitline.cli.console import out
 from bitline.cli.fetch import local_path
 from bitline.cli.render import layer_names, size, table
-from bitline.cli.scheme import inputs_text
+from bitline.cli.scale_checks import check_scales
+from bitline.cli.scheme_text import activation_text
 from bitline.formats.base import LayerRecord
 from bitline.types import ActSpec, LinearSpec, dtype_name
 
 
 def inspect_report(path: Path, scales: bool | None = None) -> dict[str, Any]:
-    """Every figure of the command. scales: whether to read the scales; None does where they are small."""
+    """The report of the command as JSON-compatible values. scales: whether to check the scales; None if they are small."""
     checkpoint = open_checkpoint(local_path(str(path)))
     records = checkpoint.layers()
     groups: dict[Any, list[LayerRecord]] = defaultdict(list)
-    orders: dict[str, list[LayerRecord]] = defaultdict(list)
+    by_order: dict[str, list[LayerRecord]] = defaultdict(list)
     for record in records:
-        order = oddities.column_order(record)
-        orders[order].append(record)
+        order = column_order(record)
+        by_order[order].append(record)
         groups[record.format, record.spec, order].append(record)
     kinds = sorted((_kind(checkpoint.format, members) for members in groups.values()), key=lambda k: -k["nbytes"])
-    dense = [checkpoint.source.tensors[n] for n in checkpoint.dense_names()]
-    odd = [
-        *oddities.of_layers(orders), *oddities.of_lists(checkpoint, records), *oddities.of_left_alone(checkpoint, records)
+    unquantized = [checkpoint.source.tensors[n] for n in checkpoint.dense_names()]
+    findings = [
+        *layer_findings(by_order), *ignored_module_findings(checkpoint, records), *unquantized_findings(checkpoint, records)
     ]  # fmt: skip
     return {
         "path": str(checkpoint.path), "format": checkpoint.format, "layers": len(records), "kinds": kinds,
-        "nbytes": sum(k["nbytes"] for k in kinds), "dense_tensors": len(dense), "dense_bytes": sum(t.nbytes for t in dense),
-        "oddities": [o.to_dict() for o in odd], "scales": oddities.check_scales(checkpoint, records, scales),
+        "nbytes": sum(k["nbytes"] for k in kinds), "dense_tensors": len(unquantized),
+        "dense_bytes": sum(t.nbytes for t in unquantized),
+        "oddities": [f.to_dict() for f in findings], "scales": check_scales(checkpoint, records, scales),
     }  # fmt: skip
 
 
@@ -53,32 +55,32 @@ def _kind(format_: str, members: list[LayerRecord]) -> dict[str, Any]:
         "layout": first.format.removeprefix(format_).strip() or first.format, "scheme": spec.scheme, "shape": [spec.n, spec.k],
         "bits": spec.weight.bits, "type": spec.weight.name, "block": list(spec.block), "scale_block": scale_block(spec),
         "scale_dtype": dtype_name(spec.scale_dtype), "scale2_block": list(spec.scale2_block) if spec.scale2_block else None,
-        "zero": spec.zero, "act_order": spec.act_order, "columns": oddities.column_order(first),
+        "zero": spec.zero, "act_order": spec.act_order, "columns": column_order(first),
         "activations": str(spec.act) if spec.act else None, "input_multiplier": spec.input_multiplier, "bias": spec.bias,
         "nbytes": nbytes, "bits_per_weight": 8 * nbytes / weights, "bytes_per_weight": nbytes / weights,
-        "oddities": sorted({text for r in members for text in r.oddities})[:_MOST_ODDITIES],
+        "oddities": sorted({text for r in members for text in r.oddities})[:_MAX_WARNINGS],
     }  # fmt: skip
 
 
 def scale_block(spec: LinearSpec) -> str:
-    """What one scale is for: `tensor`, `row`, `1×128`, `128×128`; with a second level of scales `1×32 in 1×256`."""
+    """The block of one scale: `tensor`, `row`, `1×128`, `128×128`; with super-block or global scales `1×32 in 1×256`."""
     one = lambda bn, bk: "tensor" if bn >= spec.n > 1 and bk >= spec.k else "row" if (bn, bk) == (1, spec.k) else f"{bn}×{bk}"
     return one(*spec.block) + (f" in {one(*spec.scale2_block)}" if spec.scale2_block else "")
 
 
-def inputs(kind: dict[str, Any]) -> str:
-    """A kind's activation scheme: `16 bit`, or what `inputs_text` says."""
+def input_text(kind: dict[str, Any]) -> str:
+    """The activation quantization of a kind of layer: `16 bit` for none, else `activation_text`."""
     text = "16 bit"
     if kind["activations"]:
-        text = inputs_text(ActSpec.parse(kind["activations"]))
+        text = activation_text(ActSpec.parse(kind["activations"]))
     return text + (", scaled" if kind["input_multiplier"] else "")
 
 
-_MOST_ODDITIES = 20  # different ones of one kind of layer
-_NARROWEST = 18  # columns for the names of layers
-_SHARED = ("layout", "bits", "scale block", "zero", "act-order", "input")  # columns that may be said once for all
+_MAX_WARNINGS = 20  # distinct ones per kind of layer
+_MIN_NAMES_WIDTH = 18  # terminal columns for the names of layers
+_SHAREABLE = ("layout", "bits", "scale block", "zero", "act-order", "input")  # printed once if equal for all layers
 _ZEROS = {"none": "-", "int": "int", "float": "offset"}
-_COLUMNS = {"none": "-", "trivial": "trivial", "act-order": "yes", "ragged": "ragged"}
+_ORDERS = {"none": "-", "trivial": "trivial", "act-order": "yes", "ragged": "ragged"}
 
 
 def show(report: dict[str, Any]) -> None:
@@ -86,29 +88,29 @@ def show(report: dict[str, Any]) -> None:
     out.print(f"[bold]{escape(report['path'])}[/]: {report['format'] or 'not quantized'}", highlight=False, soft_wrap=True)
     if report["kinds"]:
         _show_kinds(report["kinds"])
-    plain = f"{report['dense_tensors']} plain tensors, {size(report['dense_bytes'])}"
-    out.print(f"{report['layers']} quantized layers, {size(report['nbytes'])}; {plain}", highlight=False)
+    unquantized = f"{report['dense_tensors']} unquantized tensors, {size(report['dense_bytes'])}"
+    out.print(f"{report['layers']} quantized layers, {size(report['nbytes'])}; {unquantized}", highlight=False)
     _show_scales(report["scales"])
-    for odd in report["oddities"]:
-        many = f"{odd['layers']} layers, such as " if odd["layers"] > 1 else ""
-        _show_oddity(odd["level"], odd["what"] + (f" ({many}{odd['example']})" if odd["layers"] else ""))
+    for finding in report["oddities"]:
+        count = f"{finding['layers']} layers, such as " if finding["layers"] > 1 else ""
+        _show_finding(finding["level"], finding["what"] + (f" ({count}{finding['example']})" if finding["layers"] else ""))
 
 
-def _show_oddity(level: str, text: str) -> None:
-    label = "note" if level == "note" else "[yellow]odd[/] "
+def _show_finding(level: str, text: str) -> None:
+    label = "note   " if level == "note" else "[yellow]warning[/]"
     out.print(f"{label}  {escape(text)}", highlight=False)
 
 
 def _show_kinds(kinds: list[dict[str, Any]]) -> None:
-    """A table; where it does not fit, one without the columns that are the same for all, else two lines for each kind."""
+    """A table; if it does not fit, without the columns that are equal for all layers, or else two lines per kind."""
     columns = {
         "layers": [k["names"] for k in kinds], "N×K": [_shape(k) for k in kinds], "layout": [k["layout"] for k in kinds],
         "bits": [str(k["bits"]) for k in kinds], "scale block": [k["scale_block"] for k in kinds],
-        "zero": [_ZEROS[k["zero"]] for k in kinds], "act-order": [_COLUMNS[k["columns"]] for k in kinds],
-        "input": [inputs(k) for k in kinds], "B/weight": [f"{k['bytes_per_weight']:.3f}" for k in kinds],
+        "zero": [_ZEROS[k["zero"]] for k in kinds], "act-order": [_ORDERS[k["columns"]] for k in kinds],
+        "input": [input_text(k) for k in kinds], "B/weight": [f"{k['bytes_per_weight']:.3f}" for k in kinds],
         "size": [size(k["nbytes"]) for k in kinds],
     }  # fmt: skip
-    same = {name: values[0] for name, values in columns.items() if name in _SHARED and len(set(values)) == 1}
+    same = {name: values[0] for name, values in columns.items() if name in _SHAREABLE and len(set(values)) == 1}
     if _width(columns) > out.width:
         columns = {name: values for name, values in columns.items() if name not in same}
         if _width(columns) > out.width:
@@ -126,9 +128,9 @@ def _show_kinds(kinds: list[dict[str, Any]]) -> None:
 
 
 def _width(columns: dict[str, list[str]]) -> int:
-    """The least width in which a table is pleasant to read. Only the names of layers are wrapped."""
+    """The least width of a readable table. Only the names of layers are wrapped."""
     widest = {name: max(map(cell_len, (name, *values))) for name, values in columns.items()}
-    return min(widest["layers"], _NARROWEST) + sum(widest.values()) - widest["layers"] + 2 * (len(columns) - 1)
+    return min(widest["layers"], _MIN_NAMES_WIDTH) + sum(widest.values()) - widest["layers"] + 2 * (len(columns) - 1)
 
 
 def _shape(kind: dict[str, Any]) -> str:
@@ -139,7 +141,7 @@ def _sentence(k: dict[str, Any]) -> str:
     zero = {"none": "", "int": ", zero points", "float": ", offsets"}[k["zero"]]
     order = {"none": "", "trivial": ", trivial g_idx", "act-order": ", act-order", "ragged": ", ragged g_idx"}[k["columns"]]
     return (
-        f"{k['bits']} bits ({k['type']}), {k['scale_dtype']} scales per {k['scale_block']}{zero}{order}, input {inputs(k)}, "
+        f"{k['bits']} bits ({k['type']}), {k['scale_dtype']} scales per {k['scale_block']}{zero}{order}, input {input_text(k)}, "
         f"{k['bytes_per_weight']:.3f} bytes/weight, {size(k['nbytes'])}"
     )
 
@@ -152,4 +154,4 @@ def _show_scales(scales: dict[str, Any]) -> None:
                   highlight=False)  # fmt: skip
     for f in scales["findings"]:
         values = f"{f['values']} in {f['tensors']} tensors, such as" if f["tensors"] > 1 else f"{f['values']} in"
-        _show_oddity(f["level"], f"{f['what']}: {values} {f['example']}")
+        _show_finding(f["level"], f"{f['what']}: {values} {f['example']}")

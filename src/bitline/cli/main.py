@@ -1,4 +1,4 @@
-"""What the command line looks like. Nothing here imports torch: `--help` must not wait for it."""
+"""The command line: sub-commands, options and exit codes. Nothing here imports torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from bitline.version import __version__
 app = typer.Typer(
     name="bitline",
     help="Runs the linear layers of any quantized model, on any machine, and says why it runs them as it does.",
-    epilog="Exit codes: 0 done; 1 a file, the machine or a result was at fault; 2 the command line was; 130 Ctrl-C. With --json "
-    'every answer is one JSON object on stdout, an error is {"error": {...}}. docs/command-line.md describes both.',
+    epilog="Exit codes: 0 success; 1 bad file, machine or result; 2 bad command line; 130 Ctrl-C. With --json every answer is "
+    'one JSON object on stdout, an error is {"error": {...}}. docs/command-line.md describes both.',
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,24 +30,26 @@ INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__mro__[2]  # ClickException, whose module differs among typer's versions
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Backend = Annotated[str | None, typer.Option(metavar="NAME", help="Use this provider's kernels where they can run a layer.")]
-KernelName = Annotated[str | None, typer.Option("--kernel", metavar="CLASS", help="Use this kernel where it can run a layer.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Fail where --kernel or --backend cannot run a layer.")]
-PolicyWords = Annotated[
-    str | None, typer.Option("--policy", metavar="WORDS", help="Only such kernels: batch_invariant, deterministic, or both.")
+Backend = Annotated[str | None, typer.Option(metavar="NAME", help="Prefer this provider's kernels where they support a layer.")]
+KernelName = Annotated[
+    str | None, typer.Option("--kernel", metavar="CLASS", help="Prefer this kernel where it supports a layer.")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail if --kernel or --backend does not support a layer.")]
+PolicyFlags = Annotated[
+    str | None, typer.Option("--policy", metavar="FLAGS", help="Only kernels that are batch_invariant, deterministic, or both.")
 ]
 Disable = Annotated[str | None, typer.Option("--disable", metavar="CLASSES", help="Never use these kernels: A,B.")]
-Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="Activations: auto, bfloat16, float16 or float32.")]
+Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="Activation dtype: auto, bfloat16, float16 or float32.")]
 
 
 def run() -> None:
-    """Entry point: 0 done, 1 the input or the machine was at fault, 2 the command line was, 130 it was interrupted."""
+    """Entry point. Exit codes: 0 success, 1 bad input, machine or result, 2 bad command line, 130 interrupted."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without × is no reason to fail
+            stream.reconfigure(errors="replace")  # do not fail on a terminal that cannot print ×
     try:
         code = app(standalone_mode=False)
-        if code == INTERRUPTED:  # typer's word for Ctrl-C; anything else it returns is a command's own exit code
+        if code == INTERRUPTED:  # how typer reports Ctrl-C; any other value is a command's own exit code
             raise KeyboardInterrupt
         sys.exit(code or 0)
     except _UsageError as error:
@@ -58,7 +60,7 @@ def run() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         if err.is_terminal:
-            err.print()  # the answer, or the terminal's ^C, ends in the middle of a line
+            err.print()  # the output, or the terminal's ^C, ends in the middle of a line
         _fail("Interrupted", "stopped by Ctrl-C")
         sys.exit(INTERRUPTED)
     except BitlineError as error:
@@ -66,14 +68,14 @@ def run() -> None:
               found=error.found, expected=error.expected, fix=error.fix)  # fmt: skip
         sys.exit(1)
     except OSError as error:
-        if error.errno != errno.EPIPE:  # EPIPE: the reader of our output has gone, there is nobody to say anything to
+        if error.errno != errno.EPIPE:  # EPIPE: the reader of the output has exited
             err.print(f"cannot write the output: {error.strerror}", markup=False, highlight=False)
-        sys.stdout = sys.stderr = None  # or Python flushes again on its way out
+        sys.stdout = sys.stderr = None  # or Python flushes again on exit
         sys.exit(1)
 
 
 def _fail(kind: str, message: str, **facts: str | None) -> None:
-    """Say what went wrong: one JSON object on stdout where `--json` was asked for, else a line on stderr."""
+    """Report an error: one JSON object on stdout with `--json`, else a line on stderr."""
     if "--json" in sys.argv:
         emit({"error": {"type": kind, "message": message, **facts}})
     else:
@@ -82,24 +84,24 @@ def _fail(kind: str, message: str, **facts: str | None) -> None:
 
 
 def emit(report: dict[str, Any]) -> None:
-    """Print a `--json` report; numbers that JSON does not have become null."""
-    print(json.dumps(_plain(report), indent=2, allow_nan=False))
+    """Print a `--json` report; NaN and infinity, which JSON does not have, become null."""
+    print(json.dumps(_finite(report), indent=2, allow_nan=False))
 
 
-def _plain(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def rows_of_m(text: str) -> tuple[int, ...]:
-    """`1,16,512` to numbers."""
-    parts = list(dict.fromkeys(p.strip() for p in text.split(",") if p.strip()))
-    if not parts or not all(p.isascii() and p.isdigit() and 0 < int(p) <= 1 << 16 for p in parts):
+def parse_batch_sizes(text: str) -> tuple[int, ...]:
+    """`1,16,512` to batch sizes M."""
+    sizes = list(dict.fromkeys(p.strip() for p in text.split(",") if p.strip()))
+    if not sizes or not all(p.isascii() and p.isdigit() and 0 < int(p) <= 1 << 16 for p in sizes):
         raise typer.BadParameter("give whole numbers from 1 to 65536, separated by commas, as in 1,16,512", param_hint="--m")
-    return tuple(int(p) for p in parts)
+    return tuple(int(p) for p in sizes)
 
 
 def _version(wanted: bool) -> None:
@@ -118,21 +120,21 @@ def _main(
 def run_model(
     model: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or the packaged model: smollm2.")],
     prompt: Annotated[
-        str, typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue; with --chat, the message.")
+        str, typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue; with --chat, the user message.")
     ] = "The capital of France is",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Longest answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Tokens to generate.")] = 128,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, xpu.")] = "cpu",
     dtype: Dtype = "auto",
     kernel: KernelName = None,
     backend: Backend = None,
     strict: Strict = False,
-    policy: PolicyWords = None,
+    policy: PolicyFlags = None,
     disable: Disable = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
-    check: Annotated[bool, typer.Option(help="Compare one layer of each kind with the reference at the end.")] = True,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
+    check: Annotated[bool, typer.Option(help="Compare one layer of each spec with the reference at the end.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Load a quantized model, print the plan, stream the answer, and say how fast it was and how right."""
+    """Load a quantized model, print the kernel of every layer, stream the answer, and report speed, memory and accuracy."""
     from bitline.cli.options import policy_of
     from bitline.cli.run import run_report
 
@@ -149,14 +151,14 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint folder, a .safetensors or a .gguf file, or smollm2.")],
     scales: Annotated[
         bool | None,
-        typer.Option("--scales/--no-scales", help="Read the scales too, and say what is odd; by default if small."),
+        typer.Option("--scales/--no-scales", help="Also check the scales' values; by default if they are small."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint holds: one row per distinct kind of layer, and every oddity found. Reads no weights."""
+    """Show what a checkpoint contains, one row per distinct layer, and report anomalies. Reads no quantized weights."""
     from bitline.cli.inspect import inspect_report, show
 
-    gc.disable()  # a model of experts is a million small objects, none of them garbage, which would be walked over and over
+    gc.disable()  # a model of experts is a million small objects, none of them garbage, that each collection would traverse
     report = inspect_report(path, scales)
     emit(report) if as_json else show(report)
 
@@ -166,26 +168,28 @@ def explain(
     path: Annotated[Path, typer.Argument(help="A checkpoint folder, a .gguf file, or smollm2.")],
     platform: Annotated[
         str,
-        typer.Option(metavar="P", help="Any machine: cpu:avx512,amx  cuda:sm90  rocm:gfx942  xpu; packages may follow. "
-                     "By default this one's CPU."),
+        typer.Option(metavar="P", help="Any platform: cpu:avx512,amx  cuda:sm90  rocm:gfx942  xpu; packages may follow. "
+                     "By default this machine's CPU."),
     ] = "",
-    m: Annotated[str, typer.Option("--m", metavar="1,16,512", help="Numbers of rows that the layers will see.")] = "1,256",
+    m: Annotated[str, typer.Option("--m", metavar="1,16,512", help="Batch sizes (M) to estimate.")] = "1,256",
     dtype: Dtype = "auto",
-    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Cut every layer over this many ranks first.")] = 1,
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, metavar="N", help="Shard every layer over this many ranks (tensor parallelism).")
+    ] = 1,
     kernel: KernelName = None,
     backend: Backend = None,
     strict: Strict = False,
-    policy: PolicyWords = None,
+    policy: PolicyFlags = None,
     disable: Disable = None,
-    everything: Annotated[bool, typer.Option("--all", help="Say every reason of every kernel.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every candidate kernel's reason.")] = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Say which kernel each kind of layer would run on, on this or any other machine, and why not on the others."""
+    """Show which kernel each layer would run on, on this or any other platform, and why the other kernels lost."""
     from bitline.cli.explain import explain_report
-    from bitline.cli.explain_show import show
+    from bitline.cli.explain_text import show
     from bitline.cli.options import platform_of, policy_of
 
-    asked = policy_of(kernel, backend, strict, policy, disable, m=rows_of_m(m))
+    asked = policy_of(kernel, backend, strict, policy, disable, m=parse_batch_sizes(m))
     report = explain_report(path, platform_of(platform), asked, dtype, tp)
     emit(report) if as_json else show(report, everything)
 
@@ -195,13 +199,11 @@ def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint folder, a .safetensors or a .gguf file, or smollm2.")],
     result: Annotated[Path, typer.Argument(help="A new folder; with --to gguf, a new .gguf file.")],
     to: Annotated[str, typer.Option("--to", help="compressed-tensors, gptq, awq, gguf, fp8 or modelopt.")],
-    lossy: Annotated[bool, typer.Option("--lossy", help="Round layers that the format cannot hold exactly.")] = False,
-    weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Leave out how inputs are quantized, where the source says it.")
-    ] = False,
+    lossy: Annotated[bool, typer.Option("--lossy", help="Requantize layers that the format cannot represent exactly.")] = False,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Drop activation quantization.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint in another format, read every layer back, and say what was done. Nothing is rounded unasked."""
+    """Convert a checkpoint to another format losslessly, and verify every layer by reading it back."""
     from bitline.cli.convert import convert_report, show
 
     report = convert_report(source, result, to, lossy, weights_only, quiet=as_json)
@@ -210,8 +212,9 @@ def convert(
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine has, what each optional package would add, and try a tiny product on every kernel here."""
-    from bitline.cli.doctor import doctor_report, show
+    """Show this machine's devices and packages, what each optional package would add, and test every kernel on a small GEMM."""
+    from bitline.cli.doctor import doctor_report
+    from bitline.cli.doctor_text import show
 
     report = doctor_report()
     emit(report) if as_json else show(report)

@@ -1,4 +1,4 @@
-"""Options of the command as what they mean. A word that nothing can mean is a wrong command line, and not a wrong input."""
+"""Option texts parsed into platforms, devices, dtypes and policies. A malformed option is a usage error (exit code 2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "
 def dtype_of(name: str) -> torch.dtype | None:
     """The dtype of --dtype, None for auto."""
     if name not in _DTYPES:
-        raise _wrong("--dtype", f"unknown dtype {name!r}; it is one of {', '.join(_DTYPES)}")
+        raise _usage_error("--dtype", f"unknown dtype {name!r}; it is one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -27,7 +27,7 @@ def platform_of(text: str) -> Platform | None:
     try:
         return Platform.parse(text) if text else None
     except BitlineError as error:
-        raise _wrong("--platform", str(error)) from error
+        raise _usage_error("--platform", str(error)) from error
 
 
 def device_of(text: str) -> torch.device:
@@ -35,28 +35,28 @@ def device_of(text: str) -> torch.device:
     try:
         return as_device(text)
     except BitlineError as error:
-        raise _wrong("--device", str(error)) from error
+        raise _usage_error("--device", str(error)) from error
 
 
 def policy_of(
-    kernel: str | None, backend: str | None, strict: bool, words: str | None = None, disable: str | None = None, **more: Any
+    kernel: str | None, backend: str | None, strict: bool, flags: str | None = None, disable: str | None = None, **more: Any
 ) -> Policy:
-    """The policy of the command's options over the environment's."""
-    off = frozenset(name for part in (disable or "").split(",") if (name := part.strip()))
+    """The policy of the command's options, which override the environment's."""
+    disabled = frozenset(name for part in (disable or "").split(",") if (name := part.strip()))
     for option, given in (("--kernel", Policy(kernel or "auto")), ("--backend", Policy(backend=backend or "auto")),
-                          ("--disable", Policy(disabled=off))):  # fmt: skip
+                          ("--disable", Policy(disabled=disabled))):  # fmt: skip
         try:
             check_names(given)
         except BitlineError as error:
-            raise _wrong(option, str(error)) from error
+            raise _usage_error(option, str(error)) from error
     try:
-        base = Policy.of(words)
+        base = Policy.of(flags)
     except BitlineError as error:
-        raise _wrong("--policy", str(error)) from error
+        raise _usage_error("--policy", str(error)) from error
     base = replace(base, kernel=kernel or base.kernel, backend=backend or base.backend)
-    return replace(base, strict=strict, disabled=base.disabled | off, **more)
+    return replace(base, strict=strict, disabled=base.disabled | disabled, **more)
 
 
-def _wrong(option: str, message: str) -> Exception:
-    wrong: Exception = typer.BadParameter(message, param_hint=option)
-    return wrong
+def _usage_error(option: str, message: str) -> Exception:
+    error: Exception = typer.BadParameter(message, param_hint=option)
+    return error

@@ -1,4 +1,4 @@
-"""How the command's tables look, in one place."""
+"""Tables, texts and numbers in one style for all commands."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from rich.text import Text
 
 from bitline.cli.console import out
 
-_MOST_KINDS = 8  # of layers, named in one row
+_MAX_LEAF_NAMES = 8  # kinds of layers named in one row
 
 
 class Grid(Table):
-    """A table whose cells are plain text: names out of a file must not be read as markup."""
+    """A table whose cells are plain text: names from a file must not be interpreted as markup."""
 
     def add_row(self, *cells: RenderableType | None, **options: object) -> None:
-        """Add a row; str cells are shown as they are, Text cells with their style."""
+        """Add a row; str cells are shown verbatim, Text cells with their style."""
         super().add_row(*(Text(c) if isinstance(c, str) else c for c in cells), **options)  # type: ignore[arg-type]
 
 
 def table(*columns: str) -> Grid:
-    """A plain table that wraps instead of cutting words off."""
+    """A table that wraps instead of truncating."""
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        # Names and numbers stay whole; it is the last column, prose or an example, that gives way.
+        # Only layer names and the last column, which is prose, are wrapped.
         grid.add_column(column, overflow="fold", no_wrap=column != columns[-1] and column != "layers")
     return grid
 
 
 def put(renderable: RenderableType) -> None:
-    """Print without the blanks that fill a table's lines: in a file or a pipe they are only in the way."""
+    """Print, in a file or a pipe without the trailing blanks of a table's lines."""
     if out.is_terminal:
         out.print(renderable)
         return
@@ -43,7 +43,7 @@ def put(renderable: RenderableType) -> None:
 
 
 def hanging(label: str, text: str, style: str = "") -> Table:
-    """A label and a text whose further lines stand under its first."""
+    """A label and a text with a hanging indent."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -52,7 +52,7 @@ def hanging(label: str, text: str, style: str = "") -> Table:
 
 
 def facts() -> Table:
-    """A grid of names and what is said of them, whose further lines stand under the first."""
+    """A grid of names and texts with a hanging indent."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -60,17 +60,17 @@ def facts() -> Table:
 
 
 def at_commas(text: str, width: int) -> str:
-    """A list without blanks, to be copied as it is, in lines that end at a comma."""
+    """A comma-separated list without blanks, in lines of at most `width` that end at a comma."""
     lines = [""]
-    for word in text.replace(",", ",\n").splitlines():
-        if lines[-1] and cell_len(lines[-1] + word) > max(width, 20):
+    for item in text.replace(",", ",\n").splitlines():
+        if lines[-1] and cell_len(lines[-1] + item) > max(width, 20):
             lines.append("")
-        lines[-1] += word
+        lines[-1] += item
     return "\n".join(lines)
 
 
 def rate(value: float, unit: str) -> str:
-    """790 Top/s, 17.0 GB/s: a number per second in the largest unit that it reaches."""
+    """`790 Top/s`, `17.0 GB/s`: a rate with the largest prefix that it reaches."""
     for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= factor:
             digits = value / factor
@@ -79,21 +79,21 @@ def rate(value: float, unit: str) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in kB (10**3), MB or GB."""
+    """Bytes as kB (10**3), MB or GB."""
     if count >= 1e9:
         return f"{count / 1e9:.2f} GB"
     return f"{count / 1e6:.1f} MB" if count >= 1e6 or count == 0 else f"{count / 1e3:.1f} kB"
 
 
 def layer_names(names: Sequence[str], *, short: bool = False) -> str:
-    """`30 × q_proj`, or the kinds of layers that share something; a single layer's full name, or `1 × lm_head` if `short`."""
-    kinds = list(dict.fromkeys(map(last_word, names)))
-    shown = ", ".join(kinds[:_MOST_KINDS]) + (", …" if len(kinds) > _MOST_KINDS else "")
+    """`60 × q_proj, o_proj`: a count and the leaf names of layers. A single layer's full name, or `1 × lm_head` if `short`."""
+    leaves = list(dict.fromkeys(map(leaf_name, names)))
+    shown = ", ".join(leaves[:_MAX_LEAF_NAMES]) + (", …" if len(leaves) > _MAX_LEAF_NAMES else "")
     return f"{len(names)} × {shown}" if len(names) > 1 or short else names[0]
 
 
-def last_word(name: str) -> str:
-    """The last part of a module's name that is no number: `down_proj` of `mlp.experts.3.down_proj` and `experts.down_proj.3`."""
+def leaf_name(name: str) -> str:
+    """A module name's last component that is not an index: `down_proj` of `experts.3.down_proj` and `experts.down_proj.3`."""
     while (part := name.rpartition("."))[2].isdigit() and part[1]:
         name = part[0]
     return part[2]

@@ -1,4 +1,4 @@
-"""`bitline run`: the main job."""
+"""`bitline run`: load a model, generate text, report the plan, speed, memory and accuracy."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def run_report(
     model: str, prompt: str, max_new_tokens: int, device: str, dtype: str, policy: Policy, chat: bool, check: bool, *,
     quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Do the job and return every figure; print as it goes unless `quiet`."""
-    target, computing = device_of(device), dtype_of(dtype)
+    """Run the model and return the report; print it on the way unless `quiet`."""
+    target, dtype_asked = device_of(device), dtype_of(dtype)
     path = local_path(model)
     with suppress_transformers_logging():
         started = time.perf_counter()
-        network = _load(path, target, computing, policy)
+        network = _load(path, target, dtype_asked, policy)
         tokenizer = load_tokenizer(network.bitline_checkpoint)
         loaded = time.perf_counter() - started
         rows = plan(network)
@@ -77,9 +77,9 @@ def _load(path: Path, device: torch.device, dtype: torch.dtype | None, policy: P
 
 
 def weight_memory(network: Any) -> dict[str, int]:
-    """Bytes of all weights as they are held, and as they would be in bfloat16."""
-    plain = list(network.parameters())  # a shared parameter comes once
-    held, bf16 = sum(p.nbytes for p in plain), sum(2 * p.numel() for p in plain)
+    """Bytes of all weights in memory, and as they would be in bfloat16."""
+    parameters = list(network.parameters())  # lists a shared parameter once
+    held, bf16 = sum(p.nbytes for p in parameters), sum(2 * p.numel() for p in parameters)
     tied = set()
     for module in network.modules():
         if isinstance(module, QuantEmbedding):
@@ -92,7 +92,7 @@ def weight_memory(network: Any) -> dict[str, int]:
 
 
 def _warm_up(network: Any, tokenizer: Any, ids: torch.Tensor, device: torch.device) -> float:
-    """Seconds for sixteen tokens that nobody sees: on a GPU the first calls compile and load the kernels."""
+    """Seconds of generating sixteen tokens: on a GPU the first calls compile and load the kernels."""
     if device.type == "cpu":
         return 0.0
     started = time.perf_counter()
@@ -114,7 +114,7 @@ def _show_plan(rows: list[PlanRow], network: Any, path: Path, device: torch.devi
     out.print(f"[bold]{escape(path.name)}[/], activations {str(network.dtype).removeprefix('torch.')}", highlight=False)
     out.print(f"on {Platform.detect(device)}", highlight=False)
     if not rows:
-        out.print("no quantized linear layer in this checkpoint: everything runs as transformers runs it")
+        out.print("no quantized linear layer in this checkpoint: transformers runs all of it")
         return
     grid = table("layers", "N×K", "format", "kernel", "runner-up, and why it lost")
     for row in rows:
@@ -136,13 +136,12 @@ def _show_figures(generation: Any, memory: dict[str, int], loaded: float, warm: 
         "time to first token", f"{generation.first_token_seconds * 1e3:.0f} ms ({generation.prompt_tokens} prompt tokens)"
     )
     grid.add_row("decode", f"{generation.decode_tokens_per_second:.1f} tokens/s ({generation.new_tokens} tokens)")
-    grid.add_row(
-        "weights", f"{size(memory['held'])} held, {size(memory['bf16'])} in bf16 ({memory['held'] / max(1, memory['bf16']):.0%})"
-    )
+    ratio = memory["held"] / max(1, memory["bf16"])
+    grid.add_row("weights", f"{size(memory['held'])} in memory, {size(memory['bf16'])} in bf16 ({ratio:.0%})")
     grid.add_row("loaded in", f"{loaded:.1f} s" + (f", kernels compiled and warmed up in {warm:.1f} s" if warm else ""))
     out.print(grid)
     if checks:
-        out.print("one layer of each shape against the reference:")
+        out.print("one layer of each spec against the reference:")
         grid = table("layer", "kernel", "M", "max error", "allowed", "")
         for c in checks:
             mark = Text("ok", "green") if c.ok else Text("FAILED", "bold red")
