@@ -1,4 +1,4 @@
-"""Prints the Hopper tables of docs/performance.md and how many results meet which target, from the committed results.
+"""Prints the tables of docs/measured/h200-w4a16.md and how many results meet which target, from the committed results.
 
 python benchmarks/hopper_tables.py
 """
@@ -16,8 +16,8 @@ BATCHES = (1, 8, 16, 24, 64, 96, 128, 256, 300, 512, 1000, 1024, 4096)
 SCHEME_BATCHES = (1, 8, 16, 64, 256, 1024)
 LAYERS = ((4096, 4096), (28672, 4096), (8192, 8192), (4096, 14336), (8192, 28672), (57344, 8192))
 LINES = {
-    "Hopper W4A16": "us", "humming W4": "humming", "cuBLAS bf16": "cuBLAS bf16", "sustained: Hopper": "sustained_us",
-    "humming": "humming sustained", "cuBLAS": "cuBLAS bf16 sustained",
+    "Bitline W4A16": "us", "humming W4": "humming", "cuBLAS bf16": "cuBLAS bf16", "Bitline, sustained": "sustained_us",
+    "humming, sustained": "humming sustained", "cuBLAS, sustained": "cuBLAS bf16 sustained",
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def shapes(rows: list[dict[str, Any]]) -> None:
 
 
 def schemes(rows: list[dict[str, Any]], n: int, k: int) -> None:
-    """A table row per scheme, humming's time in brackets where it was timed; results of an earlier commit name it."""
+    """A table row per scheme, humming's time in brackets where it was timed; † marks results of an earlier build."""
     print(f"\n| {n}×{k} | " + " | ".join(("M=" if m == 1 else "") + str(m) for m in SCHEME_BATCHES) + " |")
     print("|---" * (len(SCHEME_BATCHES) + 1) + "|")
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
@@ -45,8 +45,8 @@ def schemes(rows: list[dict[str, Any]], n: int, k: int) -> None:
             cells = []
             for row in (found[m] for m in SCHEME_BATCHES if m in found):
                 cells.append(cell(row["us"]) + (f" ({cell(row['humming'])})" if row.get("humming") else ""))
-            then = ", ".join(sorted({row["commit"][:7] for row in found.values() if "commit" in row}))
-            print(f"| {scheme}{f' ({then})' if then else ''} | " + " | ".join(cells) + " |")
+            earlier = any("commit" in row for row in found.values())
+            print(f"| {scheme}{' †' if earlier else ''} | " + " | ".join(cells) + " |")
 
 
 def ratios(label: str, rows: Iterable[dict[str, Any]], ratio: Callable[[dict[str, Any]], float | None], target: float) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -25,8 +26,7 @@ page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 SOURCE_FILE = re.compile(r"(?<![\w./*])[\w/]+\.(?:py|cpp|h|json|toml|yml|sh)\b")
 MODULE = re.compile(r"(?<![\w./-])bitline(?:\.[A-Za-z_]\w*)+(?!\w)(?<!\.md)")
-# Folders that a page may leave out of a file's path.
-SOURCE_FOLDERS = ("", "src", "src/bitline", "csrc", "benchmarks", "benchmarks/results", "tests")
+SOURCES = [path.as_posix() for folder in ("src", "csrc", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.*")]
 # Files of checkpoints, and a project that is called like one.
 NOT_OURS = re.compile(r"(?:\w+/)*(?:\w*config|params|index|tokenizer\w*|\w+_map)\.json|llama\.cpp")
 
@@ -102,12 +102,11 @@ def test_links_resolve(page):
 
 @page
 def test_files_that_a_page_names_exist(page):
-    """A path is read from the root or from one of SOURCE_FOLDERS; a bare name may lie anywhere in them."""
+    """A page may leave out leading folders: `device/epilogue.py` in a table of the Hopper kernels."""
     named = {name for name in SOURCE_FILE.findall(page.read_text()) if not NOT_OURS.fullmatch(name)}
     named = {name for name in named if not Path(name).stem.isupper()}  # NAME.cpp: the reader fills it in
-    bare = {path.name for folder in SOURCE_FOLDERS if folder for path in (ROOT / folder).rglob("*.*")}
-    missing = [name for name in named - bare if not any((ROOT / folder / name).is_file() for folder in SOURCE_FOLDERS)]
-    assert not missing, f"no such file: {sorted(missing)}"
+    missing = [name for name in sorted(named) if not (ROOT / name).is_file() and not any(p.endswith(f"/{name}") for p in SOURCES)]
+    assert not missing, f"no such file: {missing}"
 
 
 @page
@@ -141,6 +140,13 @@ def test_api_pages_have_every_public_name(name, module):
     text = (DOCS / "api" / f"{name}.md").read_text()
     missing = [public for public in module.__all__ if public != "__version__" and not re.search(rf"\b{public}\b", text)]
     assert not missing, missing
+
+
+def test_hopper_tables_are_what_the_results_say(capsys):
+    runpy.run_path(str(ROOT / "benchmarks" / "hopper_tables.py"), run_name="__main__")
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    written = (DOCS / "measured" / "h200-w4a16.md").read_text().splitlines()
+    assert len(printed) > 60 and not set(printed) - set(written), "copy the tables that benchmarks/hopper_tables.py prints"
 
 
 def test_performance_page_is_short():
