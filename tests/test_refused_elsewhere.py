@@ -15,7 +15,7 @@ from bitline.errors import CheckpointError, InputError, NoKernelError
 from bitline.kernels import registry
 from bitline.kernels.linear import MPLinearLayerConfig, PackedParameter, RowParameter, init_linear_kernel
 from bitline.kernels.triton.layout import layout_of
-from bitline.kernels.triton.scaled_mm import _step
+from bitline.kernels.triton.scaled_mm import _scale_interval
 from bitline.model.generate import _check_logits
 from bitline.model.verify import find_overflow
 from bitline.platform import Platform
@@ -133,11 +133,12 @@ def test_07_no_k_block_spans_two_groups_with_one_scale():
     for width in (2, 4, 8):
         for group in (16, 24, 32, 48, 64, 96, 128, 160, 256, 4096):
             layout = layout_of(LinearSpec(64, 4096, types.SCALAR_TYPES[f"uint{width}"], (1, group), zero="int"))
-            assert layout.group in (0, 32) or (layout.group % layout.span == 0 and layout.chunk % layout.span == 0)
-            assert layout.group != 32 or layout.span == 32
+            interval, promote_k = layout.scale_block_k, layout.promote_k
+            assert interval in (0, 32) or (interval % promote_k == 0 and layout.block_k % promote_k == 0)
+            assert interval != 32 or promote_k == 32
     act = ActSpec(types.float8_e4m3fn, True, "group", 128)
     fp8 = LinearSpec(64, 4096, types.float8_e4m3fn, (128, 96), act=act)
-    assert 96 % _step(fp8) == 0 and 128 % _step(fp8) == 0
+    assert 96 % _scale_interval(fp8) == 0 and 128 % _scale_interval(fp8) == 0
 
 
 MEMORY = """
