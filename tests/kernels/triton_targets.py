@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import triton
+from every import every
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -205,10 +206,14 @@ def report(label, kernel, name):
     return found
 
 
-def main(name):
+def main(name, step=1):
+    """Report every `step`-th variant for a target."""
+    global compiled
+    compiled = every(int(step), compiled)
     for label, kernel in variants(name):
-        print(json.dumps(report(label, kernel, name)))
+        if hasattr(kernel, "asm"):
+            print(json.dumps(report(label, kernel, name)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
