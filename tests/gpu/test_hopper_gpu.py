@@ -84,19 +84,19 @@ def test_every_scheme_in_every_wgmma_config(spec):
 
 
 RULES = [  # (ceil(M / 8), config): weights in registers, and the pipelined configs that `small_m_config` names by itself
-    (1, SmallMConfig(1, 2, 16)), (1, SmallMConfig(2, 1, 4, 72)), (1, SmallMConfig(2, 1, 8, 128)),
-    (2, SmallMConfig(1, 1, 16)), (2, SmallMConfig(2, 1, 16, stagger_x_loads=True)), (2, SmallMConfig(2, 1, 4, 128)),
-    (1, SmallMConfig(1, 1, 16, stages=2)),
-    (1, SmallMConfig(1, 1, 16, stages=3, warps_per_k_slice=2, stage_x=True)),
-    (1, SmallMConfig(2, 1, 8, stages=4, warps_per_k_slice=2, stage_x=True)),
+    (1, SmallMConfig(1, 16, k_tiles_per_iter=2)), (1, SmallMConfig(2, 4, max_registers=72)),
+    (1, SmallMConfig(2, 8, max_registers=128)), (2, SmallMConfig(1, 16)), (2, SmallMConfig(2, 16, stagger_x_loads=True)),
+    (2, SmallMConfig(2, 4, max_registers=128)), (1, SmallMConfig(1, 16, stages=2)),
+    (1, SmallMConfig(1, 16, stages=3, warps_per_k_slice=2, stage_x=True)),
+    (1, SmallMConfig(2, 8, stages=4, warps_per_k_slice=2, stage_x=True)),
 ]  # fmt: skip
 SMALL_M = RULES + [(m8_tiles, row.config) for m8_tiles, rows in SMALL_M_COSTS.items() for row in rows]
 KINDS = [  # K slices of one or several warps, tile counts that are no power of two, split-K, x from the L2
-    SmallMConfig(7, 1, 4, stages=2, stage_x=True),
-    SmallMConfig(3, 1, 8, stages=3, warps_per_k_slice=4, stage_x=True, pdl_early=True),
-    SmallMConfig(1, 1, 16, stages=3, warps_per_k_slice=2, stage_x=True, pdl_early=True),
-    SmallMConfig(2, 1, 8, stages=3, warps_per_k_slice=4, stage_x=True, pdl_early=True, split_k=4),
-    SmallMConfig(2, 1, 8, stages=2), SmallMConfig(2, 1, 16, stagger_x_loads=True),
+    SmallMConfig(7, 4, stages=2, stage_x=True),
+    SmallMConfig(3, 8, stages=3, warps_per_k_slice=4, stage_x=True, pdl_early=True),
+    SmallMConfig(1, 16, stages=3, warps_per_k_slice=2, stage_x=True, pdl_early=True),
+    SmallMConfig(2, 8, stages=3, warps_per_k_slice=4, stage_x=True, pdl_early=True, split_k=4),
+    SmallMConfig(2, 8, stages=2), SmallMConfig(2, 16, stagger_x_loads=True),
 ]  # fmt: skip
 
 

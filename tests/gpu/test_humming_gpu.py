@@ -31,7 +31,8 @@ LARGE = (1, 8, 16, 64, 256, 1000)
 def configs_of_tested_m(request, monkeypatch):
     """humming compiles a layer's kernels for all ranges of M at once, some sixteen: here for the tested M alone."""
     module = importlib.import_module("humming.kernel.humming")
-    tested, every = LARGE if request.function is test_large_layers else range(1, max(BATCH_SIZES) + 1), module.get_heuristics_config
+    tested = LARGE if request.function is test_large_layers else range(1, max(BATCH_SIZES) + 1)
+    every = module.get_heuristics_config
     fits = lambda interval: any(interval[0] < m <= interval[1] for m in tested)
     monkeypatch.setattr(module, "get_heuristics_config", lambda *a, **k: list(filter(fits, every(*a, **k))))
 

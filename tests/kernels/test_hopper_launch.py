@@ -109,7 +109,7 @@ def test_gemv_passes_addresses(device):
 
 
 def test_the_pipelined_kernel_without_split_k_passes_no_workspace(device):
-    plan = SmallMPlan(SPEC, dequant_scheme(SPEC), 12, False, SmallMConfig(3, 1, 8, stages=2, stage_x=True))
+    plan = SmallMPlan(SPEC, dequant_scheme(SPEC), 12, False, SmallMConfig(n16_per_warp=3, num_warps=8, stages=2, stage_x=True))
     x, weight = torch.ones(12, 520).bfloat16(), packed(1)
     plan(x, weight, None)
     y = plan(x, weight, None)
@@ -131,10 +131,10 @@ def test_a_launcher_that_serves_all_kernels_gets_one_tuple():
 
 
 def test_configs_print_as_one_line_without_defaults():
-    assert str(SmallMConfig(2, 1, 16, stagger_x_loads=True)) == (
-        "gemv_mma(n16_per_warp=2, k_tiles_per_iter=1, num_warps=16, stagger_x_loads=True)"
-    )
-    assert str(SmallMConfig(3, 1, 8, stages=3, stage_x=True)).startswith("small_m_pipelined(n16_per_warp=3,")
+    gemv = SmallMConfig(n16_per_warp=2, num_warps=16, stagger_x_loads=True)
+    assert str(gemv) == "gemv_mma(n16_per_warp=2, num_warps=16, stagger_x_loads=True)"
+    pipelined = SmallMConfig(n16_per_warp=3, num_warps=8, stages=3)
+    assert str(pipelined) == "small_m_pipelined(n16_per_warp=3, num_warps=8, stages=3)"
     config = WgmmaConfig(128, num_ctas=132, pingpong=True)
     assert str(config) == "wgmma_persistent(tile_m=128, num_ctas=132, pingpong=True)"
 

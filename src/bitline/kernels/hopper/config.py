@@ -40,13 +40,13 @@ class SmallMConfig(NamedTuple):
     warps_per_k_slice: warps that share a K slice, and thus x; the CTA has num_warps / warps_per_k_slice K slices.
     stage_x: x goes through the pipeline as well, else each lane loads it from the L2.
     stagger_x_loads: odd rows load their two 16-byte halves in the other order, against bank conflicts in the L1; stages = 0 only.
-    pdl_early: griddepcontrol.wait after the weights of the first stage, not of all stages - 1.
+    pdl_early: griddepcontrol.wait after the weights of the first stage, not of all stages - 1 (programmatic dependent launch).
     split_k: CTAs that share K of the same rows of W and reduce their partials through global memory.
     """
 
     n16_per_warp: int
-    k_tiles_per_iter: int
     num_warps: int
+    k_tiles_per_iter: int = 1
     max_registers: int = 0
     stages: int = 0
     warps_per_k_slice: int = 1
@@ -109,7 +109,7 @@ class WgmmaConfig(NamedTuple):
     n64_per_warpgroup: 64-row tiles of W per consumer warpgroup; 1 or 2.
     num_ctas: persistent CTAs; 0 in cost tables, where none are chosen yet.
     raster_group_n: tiles along N that are rasterized together, for L2 reuse.
-    pdl: programmatic dependent launch: weights are prefetched before the kernel before ends.
+    pdl: programmatic dependent launch: weights are prefetched before the previous kernel ends.
     num_consumer_warpgroups: consumer (math) warpgroups, side by side along N.
     tile_m_extra: further rows of x per tile, a second MMA with the same fragment of W; 0 for none.
     ctas_per_sm: CTAs that share an SM.

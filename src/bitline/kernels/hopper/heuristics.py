@@ -30,13 +30,13 @@ def _pipelined(
 ) -> SmallMConfig:  # fmt: skip
     """A config with x staged in shared memory."""
     return SmallMConfig(
-        n16_per_warp=n16, k_tiles_per_iter=1, num_warps=warps, stages=stages, warps_per_k_slice=warps_per_k_slice, stage_x=True,
+        n16_per_warp=n16, num_warps=warps, stages=stages, warps_per_k_slice=warps_per_k_slice, stage_x=True,
         pdl_early=pdl_early and stages > 2, split_k=split_k,
     )  # fmt: skip
 
 
 # By ceil(M / 8). Of two hundred configs the fastest where the busiest SM had as many CTAs; lines through one to three timings
-# each, W4A16 in scale blocks of 128.
+# each, W4A16 in scale blocks of 128. Columns: n16_per_warp, warps_per_k_slice, num_warps, stages; ctas_per_sm, us, ns per block.
 SMALL_M_COSTS = {
     1: (
         SmallMCost(_pipelined(3, 1, 8, 3), 1, 2.8, 25.5),
@@ -150,8 +150,8 @@ def _few_registers(scheme: DequantScheme) -> bool:
 def _half_wave_config(m: int, k_blocks: int, scheme: DequantScheme, even_k: bool) -> SmallMConfig:
     """One tile per CTA."""
     if m > 8 and scheme.is_w4_g128_bf16 and even_k and k_blocks >= 64:
-        return SmallMConfig(1, 1, 16, stages=2)
-    return SmallMConfig(1, 2, 16) if m <= 8 and _few_registers(scheme) else SmallMConfig(1, 1, 16)
+        return SmallMConfig(n16_per_warp=1, num_warps=16, stages=2)
+    return SmallMConfig(n16_per_warp=1, num_warps=16, k_tiles_per_iter=2 if m <= 8 and _few_registers(scheme) else 1)
 
 
 def _config_up_to_8(
@@ -161,8 +161,9 @@ def _config_up_to_8(
     found: SmallMConfig | None = None
     if waves <= 1:
         if scheme.is_w4_g128_bf16 and even_k and k_blocks > 80:
-            return SmallMConfig(1, 1, 16, stages=2)
-        return _pipelined(1, 2, 16, 3, pdl_early=False).fit_stages(scheme, m) or SmallMConfig(1, 1, 16)
+            return SmallMConfig(n16_per_warp=1, num_warps=16, stages=2)
+        fitted = _pipelined(1, 2, 16, 3, pdl_early=False).fit_stages(scheme, m)
+        return fitted or SmallMConfig(n16_per_warp=1, num_warps=16)
     if waves <= 1.5 or 2 < waves <= (6 if even_k and scheme.bits == 4 else 2.5):
         found = _cheapest_pipelined(m, n16_tiles, k_blocks, scheme, sms)[1]
     elif not even_k:
@@ -170,11 +171,11 @@ def _config_up_to_8(
     if found:
         return found
     if waves <= 2.5:
-        long_k = k_blocks // scheme.k_blocks_per_tile >= 128
-        return SmallMConfig(2, 2 if _few_registers(scheme) and long_k else 1, 8, max_registers=128)
+        k_tiles = 2 if _few_registers(scheme) and k_blocks // scheme.k_blocks_per_tile >= 128 else 1
+        return SmallMConfig(n16_per_warp=2, num_warps=8, k_tiles_per_iter=k_tiles, max_registers=128)
     if scheme.bits == 8:
-        return SmallMConfig(1, 2, 4)
-    return SmallMConfig(2, 1, 4, max_registers=0 if scheme.scale_exponent_bias else 72)
+        return SmallMConfig(n16_per_warp=1, num_warps=4, k_tiles_per_iter=2)
+    return SmallMConfig(n16_per_warp=2, num_warps=4, max_registers=0 if scheme.scale_exponent_bias else 72)
 
 
 def _config_up_to_16(
@@ -189,16 +190,17 @@ def _config_up_to_16(
     if found:
         return found
     if waves <= 1:
-        return SmallMConfig(2, 1, 16, stagger_x_loads=_few_registers(scheme) and k128_tiles and even_k)
-    return SmallMConfig(2, 1, 8 if waves <= 2.5 else 4, max_registers=128 if k128_tiles or waves <= 2.5 else 72)
+        return SmallMConfig(n16_per_warp=2, num_warps=16, stagger_x_loads=_few_registers(scheme) and k128_tiles and even_k)
+    max_registers = 128 if k128_tiles or waves <= 2.5 else 72
+    return SmallMConfig(n16_per_warp=2, num_warps=8 if waves <= 2.5 else 4, max_registers=max_registers)
 
 
 # ---- M > 16: wgmma_persistent ------------------------------------------------------------------------------------------
 
 
 class WgmmaCost(NamedTuple):
-    """Microseconds: fixed per launch; per K block of a tile; per tile stored; per stream-K tile and per CTA of it, and the last
-    two again for a distributed split-K reduction (`WgmmaConfig.split_reduce`)."""
+    """Microseconds per launch, K block of a tile, tile stored, stream-K tile, CTA of a stream-K tile; the last two again for a
+    distributed reduction (`WgmmaConfig.split_reduce`)."""
 
     fixed: float
     k_block: float

@@ -188,46 +188,20 @@ def next_entry(entry, scale_row, k_tile, clamped, scheme: gl.constexpr, cfg: gl.
         return first_entry(scale_row, clamped, scheme, cfg)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "num_k_tiles", "num_n16_tiles", "scales_per_row", "num_iters"])
-def gemv_mma(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, alpha_ptr, y_ptr, M, N, K, num_k_tiles, num_n16_tiles, scales_per_row, num_iters,
-    scheme: gl.constexpr, cfg: gl.constexpr, num_warps: gl.constexpr,
+@gluon.jit
+def main_loop(
+    k_tile, clamped, w_row, x_row0, x_row1, scale_row, lane_entry, stagger, scale_ptr, zero_ptr, num_k_tiles, num_iters,
+    L: gl.constexpr, scheme: gl.constexpr, cfg: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = alpha * x [M, K] @ W.T + bias.
+    """Accumulators of the warp's K tiles; weights and scales are loaded an iteration ahead.
 
-    w_ptr: packed int32 (see `layout`). scale_ptr: float32 [n16 tiles, scales_per_row, 8, 2] (scheme.fp32_scales), else as many
-    pairs of the input's dtype in an int32; zero_ptr: as many bytes, in pairs. num_k_tiles: K tiles, rounded up. num_n16_tiles:
-    ceil(N / 16). num_iters: K iterations of a warp.
+    clamped: k_tile, or the last K tile. w_row, x_row0, x_row1: the lane's addresses at K = 0, of weights and of two rows of x.
     """
     N16: gl.constexpr = cfg.n16_per_warp
     K_TILES: gl.constexpr = cfg.k_tiles_per_iter
     STEP: gl.constexpr = num_warps * K_TILES  # K tiles of the CTA's iteration
     W_BYTES: gl.constexpr = 512 * cfg.k_blocks_per_tile * scheme.planes  # of a K tile
     X_BYTES: gl.constexpr = 128 * cfg.k_blocks_per_tile
-    L: gl.constexpr = gl.BlockedLayout([1, N16, K_TILES], [32, 1, 1], [num_warps, 1, 1], [2, 1, 0])
-    L2: gl.constexpr = gl.SliceLayout(2, L)
-    tid = gl.arange(0, 32 * num_warps, gl.SliceLayout(1, L2))[:, None, None]
-    n16 = gl.arange(0, N16, gl.SliceLayout(0, L2))[None, :, None]
-    k_tile = gl.arange(0, K_TILES, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    lane = tid % 32
-    g = lane // 4
-    q = lane % 4
-    k_tile = (tid // 32) * K_TILES + k_tile
-    stagger = (g % 2) * 16
-    pid_n = gl.program_id(0)
-    n16_tile = pid_n * N16 + n16
-    clamped = k_tile
-    if not cfg.even:
-        n16_tile = gl.minimum(n16_tile, num_n16_tiles - 1)
-        clamped = gl.minimum(k_tile, num_k_tiles - 1)
-    # of the lane, in its rows
-    w_row = w_ptr.to(gl.int64) + ((n16_tile * num_k_tiles).to(gl.int64) * W_BYTES + (q * 128 + g * 16))
-    x_base = x_ptr.to(gl.int64)
-    x_row0 = x_base + (gl.minimum(g, M - 1) * (2 * K) + q * 32)
-    x_row1 = x_base + (gl.minimum(g + 8, M - 1) * (2 * K) + q * 32)
-    scale_row = n16_tile * scales_per_row * 8 + g
-    lane_entry = q * scheme.scales_per_k_block // 4 * 8
-    # the first K tiles
     w_addr = w_row + clamped * W_BYTES
     x_addr0 = x_row0 + clamped * X_BYTES
     x_addr1 = x_row1 + clamped * X_BYTES
@@ -237,8 +211,8 @@ def gemv_mma(
     if scheme.scales_per_k_block > 1:
         acc = accumulators(gl.zeros((32 * num_warps, N16, K_TILES), gl.float32, L), cfg.m8_tiles)
     else:
-        acc = accumulators(gl.zeros((32 * num_warps, N16), gl.float32, L2), cfg.m8_tiles)
-    if cfg.pdl:  # only x depends on the kernel before
+        acc = accumulators(gl.zeros((32 * num_warps, N16), gl.float32, gl.SliceLayout(2, L)), cfg.m8_tiles)
+    if cfg.pdl:  # only x depends on the previous kernel
         emit(GRID_DEPENDENCY_WAIT)
         emit(LAUNCH_DEPENDENTS)
     for _i in range(0, num_iters - 1):
@@ -267,4 +241,47 @@ def gemv_mma(
     acc = mma_k_tile(acc, w, s, z, k_tile < num_k_tiles, (x_addr0, x_addr1, stagger), scheme, cfg)
     if scheme.scales_per_k_block > 1:
         acc = reduce_k_tiles(acc, cfg.m8_tiles)
+    return acc
+
+
+@gluon.jit(do_not_specialize=["M", "N", "K", "num_k_tiles", "num_n16_tiles", "scales_per_row", "num_iters"])
+def gemv_mma(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, alpha_ptr, y_ptr, M, N, K, num_k_tiles, num_n16_tiles, scales_per_row, num_iters,
+    scheme: gl.constexpr, cfg: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """y [M, N] = alpha * x [M, K] @ W.T + bias.
+
+    w_ptr: packed int32 (see `layout`). scale_ptr: float32 [n16 tiles, scales_per_row, 8, 2] (scheme.fp32_scales), else as many
+    pairs of the input's dtype in an int32; zero_ptr: as many bytes, in pairs. num_k_tiles: K tiles, rounded up. num_n16_tiles:
+    ceil(N / 16). num_iters: K iterations of a warp.
+    """
+    N16: gl.constexpr = cfg.n16_per_warp
+    K_TILES: gl.constexpr = cfg.k_tiles_per_iter
+    W_BYTES: gl.constexpr = 512 * cfg.k_blocks_per_tile * scheme.planes  # of a K tile
+    L: gl.constexpr = gl.BlockedLayout([1, N16, K_TILES], [32, 1, 1], [num_warps, 1, 1], [2, 1, 0])
+    L2: gl.constexpr = gl.SliceLayout(2, L)
+    tid = gl.arange(0, 32 * num_warps, gl.SliceLayout(1, L2))[:, None, None]
+    n16 = gl.arange(0, N16, gl.SliceLayout(0, L2))[None, :, None]
+    k_tile = gl.arange(0, K_TILES, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    lane = tid % 32
+    g = lane // 4
+    q = lane % 4
+    k_tile = (tid // 32) * K_TILES + k_tile
+    stagger = (g % 2) * 16
+    pid_n = gl.program_id(0)
+    n16_tile = pid_n * N16 + n16
+    clamped = k_tile
+    if not cfg.even:
+        n16_tile = gl.minimum(n16_tile, num_n16_tiles - 1)
+        clamped = gl.minimum(k_tile, num_k_tiles - 1)
+    w_row = w_ptr.to(gl.int64) + ((n16_tile * num_k_tiles).to(gl.int64) * W_BYTES + (q * 128 + g * 16))
+    x_base = x_ptr.to(gl.int64)
+    x_row0 = x_base + (gl.minimum(g, M - 1) * (2 * K) + q * 32)
+    x_row1 = x_base + (gl.minimum(g + 8, M - 1) * (2 * K) + q * 32)
+    scale_row = n16_tile * scales_per_row * 8 + g
+    lane_entry = q * scheme.scales_per_k_block // 4 * 8
+    acc = main_loop(
+        k_tile, clamped, w_row, x_row0, x_row1, scale_row, lane_entry, stagger, scale_ptr, zero_ptr, num_k_tiles, num_iters, L,
+        scheme, cfg, num_warps,
+    )  # fmt: skip
     reduce_warps_and_store(acc, pid_n, bias_ptr, alpha_ptr, y_ptr, M, N, scheme, cfg, num_warps)

@@ -266,8 +266,9 @@ def x_addresses(smem_slice, slice_warp, first_k_tile, lane, g, q, M, K, scheme: 
 
 
 @gluon.jit
-def channel_scales(scale_ptr, zero_ptr, scale_row, scales_per_row, g, scheme: gl.constexpr, cfg: gl.constexpr):
+def channel_scales(scale_ptr, zero_ptr, source, g, scheme: gl.constexpr, cfg: gl.constexpr):
     """Per-channel scales and zero points of the warp's tiles of W, kept in registers; empty where there are several per row."""
+    scale_row, scales_per_row = source[4], source[5]
     N16: gl.constexpr = cfg.n16_per_warp
     s = ()
     z = ()
@@ -283,7 +284,7 @@ def channel_scales(scale_ptr, zero_ptr, scale_row, scales_per_row, g, scheme: gl
 def fill_pipeline(smem, source, x_source, first_k_tile, num_iters, lane, scheme: gl.constexpr, cfg: gl.constexpr):
     """Copy the K tiles of the first stages - 1 iterations. Returns the offset of x in the next one.
 
-    x, and with cfg.pdl_early the weights of all but the first stage, are copied once the kernel before has ended.
+    x, and with cfg.pdl_early the weights of all but the first stage, are copied once the previous kernel has ended.
     """
     FILL: gl.constexpr = cfg.stages - 1
     BEFORE_WAIT: gl.constexpr = 1 if cfg.pdl_early else FILL
@@ -292,7 +293,7 @@ def fill_pipeline(smem, source, x_source, first_k_tile, num_iters, lane, scheme:
             copy_weights(smem[0], i * cfg.stage_bytes, first_k_tile + i * cfg.k_tiles_per_step, source, lane, scheme, cfg)
         if not cfg.stage_x:
             emit(COMMIT_GROUP)
-    if cfg.pdl:  # only x depends on the kernel before
+    if cfg.pdl:  # only x depends on the previous kernel
         emit(GRID_DEPENDENCY_WAIT)
         emit(LAUNCH_DEPENDENTS)
     x_at = 0
@@ -496,7 +497,7 @@ def small_m_pipelined(
     x_read = smem_slice + g * 128 + ((q * 2) ^ (g % 2)) * 16
     x_write, x_offsets, bytes_left = x_addresses(smem_slice, slice_warp, first_k_tile, lane, g, q, M, K, scheme, cfg)
     smem, x_source = (write, x_write, read, x_read), (x_addr, x_offsets, bytes_left)
-    channel = channel_scales(scale_ptr, zero_ptr, n16_tile * scales_per_row, scales_per_row, g, scheme, cfg)
+    channel = channel_scales(scale_ptr, zero_ptr, source, g, scheme, cfg)
     x_at = fill_pipeline(smem, source, x_source, first_k_tile, num_iters, lane, scheme, cfg)
     acc = ()
     for _i in gl.static_range(NUM_ACC):

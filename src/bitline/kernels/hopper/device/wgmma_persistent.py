@@ -124,7 +124,7 @@ def producer(x_descs, w_descs, buffers, barriers, schedule, scheme: gl.constexpr
     stage = 0
     phase = 1
     prefetched = 0
-    if cfg.pdl:  # only x depends on the kernel before
+    if cfg.pdl:  # only x depends on the previous kernel
         _tile, k0, k1, pid_n, pid_m = get_work(0, cta, u0, u1, schedule, cfg)
         prefetched = gl.minimum(cfg.stages, k1 - k0)
         for i in range(0, prefetched):
