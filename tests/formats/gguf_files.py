@@ -1,4 +1,4 @@
-"""GGUF blocks of every type, files of them, and what the gguf package makes of them."""
+"""Random GGUF blocks of every type, files of them, and their dequantization by the gguf package."""
 
 import struct
 
@@ -10,7 +10,7 @@ from gguf.constants import GGMLQuantizationType
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES
 from bitline.formats.gguf.source import GGUFSource
 
-# Where the float16 scales of each type's blocks are; IQ1_M has its one in four nibbles.
+# Byte offsets of the float16 scales in a block of each type; IQ1_M has its one in four nibbles.
 SCALE_BYTES = {
     "Q1_0": (0,), "Q2_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_K": (), "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (),
@@ -21,7 +21,7 @@ EDGES = np.array([0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0xFBFF
 
 
 def random_blocks(kind, n, k, rng, edges=True):
-    """Every bit random, but for scales, which are finite: moderate ones of both signs and, with edges, float16's limits."""
+    """Random bits, but for finite scales: moderate ones of both signs and, with edges, float16's limits."""
     size, nbytes = BLOCK_SIZES[kind]
     shape = (n, k // size)
     raw = rng.integers(0, 256, (*shape, nbytes), dtype=np.uint8)
@@ -60,7 +60,7 @@ def write(path, tensors, metadata=()):
 
 
 def slow_values(raw, kind):
-    """The types that the package does not decode, a number at a time."""
+    """Types that the package does not decode, one number at a time."""
     size, nbytes = BLOCK_SIZES[kind]
     rows = []
     for row in raw:
@@ -71,8 +71,8 @@ def slow_values(raw, kind):
             if kind == "Q8_K":
                 codes = struct.unpack_from("<256b", data, 4)
             else:
-                width, stream = {"Q1_0": 1, "Q2_0": 2}[kind], int.from_bytes(data[2:], "little")
-                codes = [stream >> i * width & (1 << width) - 1 for i in range(size)]
+                bits, stream = {"Q1_0": 1, "Q2_0": 2}[kind], int.from_bytes(data[2:], "little")
+                codes = [stream >> i * bits & (1 << bits) - 1 for i in range(size)]
                 codes = [2 * c - 1 if kind == "Q1_0" else c - 1 for c in codes]
             values += [np.float32(d) * np.float32(c) for c in codes]
         rows.append(values)
@@ -87,7 +87,7 @@ def ggml_values(raw, kind):
 
 
 def same(got, expected, kind):
-    """To the bit; but for IQ1_S, the sign of a zero: there all weights of a block with scale 0 are zero."""
+    """Bit-equal, except the sign of zero for IQ1_S, where all weights of a block with scale 0 are zero."""
     if kind == "IQ1_S":
         got, expected = got + 0.0, expected + 0.0
     return torch.equal(got.view(torch.int32), expected.view(torch.int32))

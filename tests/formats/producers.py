@@ -1,4 +1,4 @@
-"""What producers' own code makes of the fixtures of the smaller families (expected_other.json), and a writer of tiny files."""
+"""Fixtures of the smaller families against their producers' dequantization (expected_other.json); a writer of tiny files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ EXPECTED = json.loads((CHECKPOINTS / "expected_other.json").read_text())
 
 
 def cases(*prefixes):
-    """Names of the fixtures whose names begin so."""
+    """Names of the fixtures with one of these prefixes."""
     return [case for case in EXPECTED if case.startswith(prefixes)]
 
 
 def check(case):
-    """Every layer of a producer's checkpoint is its own weight bit for bit, claims its tensors, and is not odd."""
+    """Every layer of a producer's checkpoint is bit-equal to its own dequantization, claims its tensors, and has no warnings."""
     checkpoint = open_checkpoint(CHECKPOINTS / case)
     assert checkpoint.dense_names() == []
     for layer in checkpoint.layers():
@@ -38,7 +38,7 @@ def check(case):
 
 
 def write(folder, config, tensors, metadata=None, modules=None, model="llama"):
-    """A checkpoint of these tensors of the module "m.proj", opened. modules: tensors by their whole names."""
+    """A checkpoint of these tensors of the module "m.proj", opened. modules: tensors by their full names."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": model, "quantization_config": config}))
     whole = {f"m.proj.{name}": tensor.contiguous() for name, tensor in tensors.items()} | (modules or {})

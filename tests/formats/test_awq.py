@@ -1,8 +1,8 @@
-"""AWQ gemm against its producers' own weights and against a decoder that goes field by field."""
+"""AWQ gemm against its producers' own weights and against a reference that unpacks one code at a time."""
 
 import pytest
 import torch
-from slow_words import CHECKPOINTS, EXPECTED, awq, producer_says, random_layer, stream, values, write
+from reference_packers import CHECKPOINTS, EXPECTED, awq, matches_producer, random_layer, stream, values, write
 
 from bitline import CheckpointError, open_checkpoint
 
@@ -14,9 +14,9 @@ def config(**more):
     return {"quant_method": "awq", "bits": 4, "group_size": G, "zero_point": True, "version": "gemm", **more}
 
 
-def auto_round(width, **more):
+def auto_round(bits, **more):
     shared = {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "group_size": G, "sym": False}
-    return shared | {"bits": width, **more}
+    return shared | {"bits": bits, **more}
 
 
 def one(folder, conf, tensors, **how):
@@ -25,12 +25,12 @@ def one(folder, conf, tensors, **how):
 
 
 @pytest.mark.parametrize(("case", "module"), CASES, ids=[f"{c}-{m.rpartition('.')[2]}" for c, m in CASES])
-def test_producers_own_weight(case, module):
-    assert producer_says(case, module)
+def test_producers_weight(case, module):
+    assert matches_producer(case, module)
 
 
 @pytest.mark.parametrize("case", sorted({c for c, _ in CASES}))
-def test_every_layer_of_a_producer_is_read_without_oddities(case):
+def test_every_layer_of_a_producer_is_read_without_warnings(case):
     checkpoint = open_checkpoint(CHECKPOINTS / case)
     assert checkpoint.dense_names() == []
     assert all(layer.weight().spec == layer.spec and not layer.oddities for layer in checkpoint.layers())
@@ -50,11 +50,11 @@ def test_more_columns_than_one_chunk(tmp_path):
     assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [0] * 16))
 
 
-@pytest.mark.parametrize("width", [5, 6, 7])
-def test_other_widths_of_auto_round(width, tmp_path):
-    codes, zeros, scales = random_layer(K, 64, 3, width)
-    layer = one(tmp_path, auto_round(width), awq(codes, zeros, scales, width))
-    assert layer.spec.scheme == f"uint{width}+zero g32"
+@pytest.mark.parametrize("bits", [5, 6, 7])
+def test_other_bits_of_auto_round(bits, tmp_path):
+    codes, zeros, scales = random_layer(K, 64, 3, bits)
+    layer = one(tmp_path, auto_round(bits), awq(codes, zeros, scales, bits))
+    assert layer.spec.scheme == f"uint{bits}+zero g32"
     assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [k // G for k in range(K)]))
 
 
@@ -63,21 +63,21 @@ def test_other_widths_of_auto_round(width, tmp_path):
     [config(zero_point=False), auto_round(4, sym=True), {**config(), "zero_point": None, "sym": True}],
     ids=["zero_point", "auto-round", "sym"],
 )
-def test_middle_zeros_everywhere_are_symmetric(conf, tmp_path):
+def test_implicit_zero_points_everywhere_are_symmetric(conf, tmp_path):
     codes, _, scales = random_layer(K, N, 3, 4)
     layer = one(tmp_path, conf, awq(codes, [[8] * N] * 3, scales))
     assert (layer.spec.weight.name, layer.spec.zero, layer.oddities) == ("uint4b8", "none", ())
     assert torch.equal(layer.weight().dequantize(), values(codes, [[8] * N] * 3, scales, [k // G for k in range(K)]))
 
 
-def test_zeros_that_the_config_denies_are_used(tmp_path):
+def test_zero_points_are_used_though_the_config_says_there_are_none(tmp_path):
     codes, zeros, scales = random_layer(K, N, 3, 4)
     layer = one(tmp_path, config(zero_point=False), awq(codes, zeros, scales))
     assert layer.spec.zero == "int" and "they are used" in layer.oddities[0]
     assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [k // G for k in range(K)]))
 
 
-def test_denied_zeros_of_a_later_group_are_refused_when_read(tmp_path):
+def test_zero_points_of_a_later_group_only_are_refused_when_read(tmp_path):
     codes, _, scales = random_layer(K, N, 3, 4)
     layer = one(tmp_path, config(zero_point=False), awq(codes, [[8] * N, [8] * N, [8] * (N - 1) + [7]], scales))
     assert layer.spec.zero == "none"
@@ -112,7 +112,7 @@ def test_config_in_a_side_file(side, tmp_path):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_shards_make_the_whole(dim, tmp_path):
+def test_shards_concatenate_to_the_whole(dim, tmp_path):
     weight = one(tmp_path, config(), awq(*random_layer(K, N, 3, 4))).weight()
     assert torch.equal(torch.cat([weight.shard(dim, r, 5).dequantize() for r in range(5)], dim), weight.dequantize())
 
@@ -124,23 +124,23 @@ def test_other_versions_are_refused_by_name(version, tmp_path):
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("width", [2, 3, 5, 6, 7, 8])
-def test_gptqmodel_interleaves_four_bits_alone(width, symmetric, tmp_path):
-    codes, zeros, scales = random_layer(K, N, 3, width)
-    zeros = [[1 << width - 1] * N] * 3 if symmetric else zeros
-    conf = config(bits=width, zero_point=not symmetric, meta={"quantizer": ["gptqmodel:7.7.0"]})
-    layer = one(tmp_path, conf, awq(codes, zeros, scales, width, stream))
-    assert layer.spec.weight.bits == width and layer.spec.zero == ("none" if symmetric else "int")
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7, 8])
+def test_gptqmodel_interleaves_4_bits_only(bits, symmetric, tmp_path):
+    codes, zeros, scales = random_layer(K, N, 3, bits)
+    zeros = [[1 << bits - 1] * N] * 3 if symmetric else zeros
+    conf = config(bits=bits, zero_point=not symmetric, meta={"quantizer": ["gptqmodel:7.7.0"]})
+    layer = one(tmp_path, conf, awq(codes, zeros, scales, bits, stream))
+    assert layer.spec.weight.bits == bits and layer.spec.zero == ("none" if symmetric else "int")
     assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [k // G for k in range(K)]))
 
 
-def test_quarks_export_may_have_columns_in_order(tmp_path):
+def test_quark_exports_columns_without_interleaving(tmp_path):
     codes, zeros, scales = random_layer(K, N, 3, 4)
     layer = one(tmp_path, config(pack_method="order"), awq(codes, zeros, scales, 4, stream))
     assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [k // G for k in range(K)]))
 
 
-def test_a_module_that_the_config_leaves_alone_is_odd(tmp_path):
+def test_an_ignored_module_that_is_quantized_is_a_warning(tmp_path):
     tensors = awq(*random_layer(K, N, 3, 4))
     assert "not quantized" in one(tmp_path / "a", config(modules_to_not_convert=["proj"]), tensors).oddities[0]
     assert one(tmp_path / "b", config(modules_to_not_convert=["pro"]), tensors).oddities == ()

@@ -1,4 +1,4 @@
-"""bitsandbytes against its own weights, and against a decoder that goes code by code over the flattened weight."""
+"""bitsandbytes against its own weights, and against a reference that decodes the flattened weight one code at a time."""
 
 import json
 
@@ -14,7 +14,7 @@ TABLES = {"nf4": types.nf4, "fp4": types.fp4_bnb}
 
 
 @pytest.mark.parametrize("case", cases("bnb_"))
-def test_producers_own_weight(case):
+def test_producers_weight(case):
     check(case)
 
 
@@ -32,11 +32,11 @@ def layer(n, k, block, kind="nf4", nested=0, storage=torch.uint8, scale_dtype=to
     }
     if nested:
         stored = torch.randint(256, (count,), generator=g).to(torch.uint8)
-        table, coarse = torch.randn(256, generator=g), torch.rand(-(-count // nested), generator=g)
+        table, nested_absmax = torch.randn(256, generator=g), torch.rand(-(-count // nested), generator=g)
         offset = np.float32(0.123456)
         state |= {"nested_blocksize": nested, "nested_dtype": "float32", "nested_offset": float(offset)}
-        tensors |= {"weight.absmax": stored, "weight.nested_absmax": coarse, "weight.nested_quant_map": table}
-        scales = [table.numpy()[int(s)] * coarse.numpy()[i // nested] + offset for i, s in enumerate(stored)]
+        tensors |= {"weight.absmax": stored, "weight.nested_absmax": nested_absmax, "weight.nested_quant_map": table}
+        scales = [table.numpy()[int(s)] * nested_absmax.numpy()[i // nested] + offset for i, s in enumerate(stored)]
     else:
         tensors["weight.absmax"] = torch.rand(count, generator=g).to(scale_dtype)
         scales = tensors["weight.absmax"].float().numpy()
@@ -53,7 +53,7 @@ def layer(n, k, block, kind="nf4", nested=0, storage=torch.uint8, scale_dtype=to
     ("n", "k", "block", "size"),
     [(4, 128, 64, 64), (6, 96, 64, 32), (3, 128, 256, 128), (5, 7, 4, 1), (3, 33, 64, 1), (1, 1, 64, 1), (2, 24, 16, 8)],
 )
-def test_blocks_that_run_over_rows(n, k, block, size, kind, nested, tmp_path):
+def test_blocks_that_cross_rows(n, k, block, size, kind, nested, tmp_path):
     tensors, values = layer(n, k, block, kind, nested)
     record = one(tmp_path, CONFIG, tensors)
     assert record.spec.block == (1, size) and record.format == f"bitsandbytes {kind}" + (" nested" if nested else "")
@@ -61,7 +61,7 @@ def test_blocks_that_run_over_rows(n, k, block, size, kind, nested, tmp_path):
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32])
-def test_codes_that_are_stored_as_floats(storage, tmp_path):
+def test_codes_stored_as_floats(storage, tmp_path):
     tensors, values = layer(5, 26, 64, storage=storage)
     assert torch.equal(one(tmp_path, CONFIG, tensors).weight().dequantize(), values)
 
@@ -75,7 +75,7 @@ def test_scales_keep_their_dtype(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_shards_make_the_whole(dim, tmp_path):
+def test_shards_concatenate_to_the_whole(dim, tmp_path):
     weight = one(tmp_path, CONFIG, layer(6, 96, 64, nested=4)[0]).weight()
     assert torch.equal(torch.cat([weight.shard(dim, r, 5).dequantize() for r in range(5)], dim), weight.dequantize())
 
@@ -88,7 +88,7 @@ def test_int8(tmp_path):
     assert torch.equal(record.weight().dequantize(torch.bfloat16), expected.bfloat16())
 
 
-def test_a_config_of_another_type_is_odd(tmp_path):
+def test_a_config_of_another_type_is_a_warning(tmp_path):
     record = one(tmp_path, CONFIG | {"bnb_4bit_quant_type": "fp4"}, layer(4, 64, 64)[0])
     assert record.oddities == ("the config says fp4, the tensors are nf4",)
 

@@ -1,4 +1,4 @@
-"""open_checkpoint: what a path is, which reader takes it, and errors that are always CheckpointErrors."""
+"""open_checkpoint: paths, readers, and errors that are always CheckpointErrors."""
 
 import json
 import shutil
@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference_packers import CHECKPOINTS, gptq, random_layer, write
 from safetensors.torch import save_file
-from slow_words import CHECKPOINTS, gptq, random_layer, write
 
 import bitline.checkpoint
 from bitline import CheckpointError, LinearSpec, QuantizedWeight, open_checkpoint, register_format
@@ -22,10 +22,10 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 
 @pytest.fixture
 def readers():
-    """Registered readers are forgotten after the test."""
-    kept = list(discovery.registered)
+    """Restores the registered readers after the test."""
+    before = list(discovery.registered)
     yield
-    discovery.registered[:] = kept
+    discovery.registered[:] = before
 
 
 def dense(folder, config=None):
@@ -62,7 +62,7 @@ def test_one_file_uses_the_config_beside_it(tmp_path):
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"quantization_config": {}}], ids=repr)
-def test_nothing_quantized_is_no_error(config, tmp_path):
+def test_an_unquantized_checkpoint(config, tmp_path):
     checkpoint = open_checkpoint(dense(tmp_path / "c", config))
     assert (checkpoint.layers(), checkpoint.format, len(checkpoint.dense_names())) == ([], "", 2)
 
@@ -102,7 +102,7 @@ def test_a_gguf_file_and_a_folder_that_holds_one(tmp_path):
     ],
     ids=["missing", "empty", "other files", "pickle", "config", "no suffix", "folder", "null", "long", "gguf"],
 )  # fmt: skip
-def test_paths_that_hold_no_checkpoint(make, message, tmp_path):
+def test_paths_without_a_checkpoint(make, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(make(tmp_path))
 
@@ -110,7 +110,7 @@ def test_paths_that_hold_no_checkpoint(make, message, tmp_path):
 @pytest.mark.parametrize(
     ("method", "message"),
     [("quip", "not supported yet"), ("vptq", "not supported yet"), ("AQLM", "'aqlm' is not supported yet"),
-     ("nonsense", "'nonsense' is not known.*awq, bitsandbytes, compressed-tensors.*gptq.*torchao.*register_format")],
+     ("nonsense", "'nonsense' is not known.*bitsandbytes, compressed-tensors.*awq, gptq.*torchao.*register_format")],
 )  # fmt: skip
 def test_methods_without_a_reader(method, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
@@ -170,7 +170,7 @@ class ToyReader:
         yield LayerRecord("m", "toy", spec, ("m.weight",), read)
 
 
-class LeakyReader(ToyReader):
+class FailingReader(ToyReader):
     error: Exception = KeyError("shape")
     at = "layers"
 
@@ -206,13 +206,13 @@ def test_an_entry_point(tmp_path, monkeypatch, caplog):
             self.load = load
 
     folder = dense(tmp_path / "c", {"quantization_config": {"quant_method": "toy"}})
-    monkeypatch.setattr(bitline.checkpoint, "entry_points", lambda group: [Point(lambda: ToyReader)])
+    monkeypatch.setattr(discovery, "entry_points", lambda group: [Point(lambda: ToyReader)])
     assert open_checkpoint(folder).format == "toy"
-    monkeypatch.setattr(bitline.checkpoint, "entry_points", lambda group: [Point(lambda: 1 / 0)])
+    monkeypatch.setattr(discovery, "entry_points", lambda group: [Point(lambda: 1 / 0)])
     with caplog.at_level("WARNING", "bitline"), pytest.raises(CheckpointError, match="'toy' is not known"):
         open_checkpoint(folder)
     assert "format plug-in toy (toy_package:ToyReader) failed to load: ZeroDivisionError" in caplog.text
-    assert open_checkpoint(dense(tmp_path / "plain", {})).layers() == []  # and nothing else is taken down
+    assert open_checkpoint(dense(tmp_path / "plain", {})).layers() == []  # other checkpoints still open
 
 
 @pytest.mark.parametrize("at", ["layers", "weight"])
@@ -222,8 +222,8 @@ def test_an_entry_point(tmp_path, monkeypatch, caplog):
      OSError("x"), IndexError("x"), ZeroDivisionError("x"), RuntimeError("x")],
     ids=lambda e: type(e).__name__,
 )  # fmt: skip
-def test_what_a_reader_trips_over_is_a_checkpoint_error(error, at, tmp_path, readers):
-    reader = LeakyReader()
+def test_an_exception_in_a_reader_is_a_checkpoint_error(error, at, tmp_path, readers):
+    reader = FailingReader()
     reader.error, reader.at = error, at
     register_format(reader)
     checkpoint = open_checkpoint(dense(tmp_path / "c", {"quantization_config": {"quant_method": "toy"}}))
@@ -231,8 +231,8 @@ def test_what_a_reader_trips_over_is_a_checkpoint_error(error, at, tmp_path, rea
         checkpoint.layers()[0].weight()
 
 
-def test_full_memory_is_not_the_files_fault(tmp_path, readers):
-    reader = LeakyReader()
+def test_out_of_memory_is_not_a_checkpoint_error(tmp_path, readers):
+    reader = FailingReader()
     reader.error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     register_format(reader)
     with pytest.raises(MemoryError, match="no memory"):
@@ -260,17 +260,17 @@ def test_any_config_is_read_or_refused(tmp_path, method, change):
         for record in open_checkpoint(tmp_path).layers():
             record.weight()
     except CheckpointError as error:
-        assert "cannot be read as what it says it is" not in str(error)  # the readers' own words, not the safety net's
+        assert "cannot be read as what it says it is" not in str(error)  # a reader's own refusal, not the guard's
 
 
-def test_the_packaged_cases_open(tmp_path):
+def test_every_fixture_opens(tmp_path):
     for folder in sorted(CHECKPOINTS.iterdir()):
         if folder.is_dir():
             assert open_checkpoint(folder).layers()
 
 
 @pytest.mark.parametrize("path", [["text_config"], ["thinker_config", "text_config"], ["language_config"], ["talker_config"]])
-def test_a_config_within_a_config(path, tmp_path):
+def test_nested_configs(path, tmp_path):
     folder = tmp_path / "c"
     write(folder, GPTQ, {"language_model.m.proj": layer()})
     config = {"quantization_config": GPTQ}

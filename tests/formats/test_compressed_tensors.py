@@ -1,4 +1,4 @@
-"""compressed-tensors: producers' own files bit for bit, and every layout against a slow decoder that shares no code."""
+"""compressed-tensors: producers' own files bit for bit, and every layout against a reference that shares no code."""
 
 import copy
 import hashlib
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bitline.errors import CheckpointError
 from bitline.formats.base import TensorInfo
 from bitline.formats.compressed_tensors import config as ct_config
+from bitline.formats.compressed_tensors import presets
 from bitline.formats.compressed_tensors.packing import act_order_of
 from bitline.formats.compressed_tensors.reader import READER
 from bitline.formats.io.safetensors_source import SafetensorsSource
@@ -81,12 +82,12 @@ def test_real_checkpoints_have_their_scheme(name, label, scheme):
     assert (layer.format, layer.spec.scheme) == (f"compressed-tensors {label}", scheme)
 
 
-def test_a_mixed_checkpoint_takes_the_format_of_each_group():
+def test_a_mixed_checkpoint_has_the_format_of_each_group():
     kinds = {layer.name.split(".")[3]: layer.format.split()[1] for layer in READER.layers(case("ct_mixed_w4a16_fp8"))}
     assert kinds == {"self_attn": "float-quantized", "mlp": "pack-quantized"}
 
 
-# ---- layouts against a slow decoder --------------------------------------------------------------------------------
+# ---- layouts against a reference -------------------------------------------------------------------------------------
 
 
 def config(weights=None, *, fmt="pack-quantized", targets=("Linear",), ignore=("lm_head",), act=None, **more):
@@ -96,36 +97,36 @@ def config(weights=None, *, fmt="pack-quantized", targets=("Linear",), ignore=("
     return {"quantization_config": inner | more}
 
 
-def words(values, width, dense):
-    """Rows of integers 0..2**width-1 to int32 words, with Python's own integers."""
-    per, rows = 32 // width, []
+def pack(values, bits, dense):
+    """Rows of integers 0..2**bits-1 to int32, with Python's own integers."""
+    per_int32, rows = 32 // bits, []
     for row in values.tolist():
         if dense:
-            number = sum(int(v) << (width * i) for i, v in enumerate(row))
-            rows.append([number >> (32 * i) & 0xFFFFFFFF for i in range(-(-len(row) * width // 32))])
+            number = sum(int(v) << (bits * i) for i, v in enumerate(row))
+            rows.append([number >> (32 * i) & 0xFFFFFFFF for i in range(-(-len(row) * bits // 32))])
         else:
-            parts = [row[i : i + per] for i in range(0, len(row), per)]
-            rows.append([sum(int(v) << (width * i) for i, v in enumerate(p)) for p in parts])
+            parts = [row[i : i + per_int32] for i in range(0, len(row), per_int32)]
+            rows.append([sum(int(v) << (bits * i) for i, v in enumerate(p)) for p in parts])
     return torch.from_numpy(np.array(rows, dtype=np.uint32).view(np.int32))
 
 
-def packed(n, k, width, groups, *, dense=True, symmetric=True, seed=0):
+def packed(n, k, bits, groups, *, dense=True, symmetric=True, seed=0):
     """A pack-quantized layer "a.b" and the signed codes and zero points in it."""
     rng = np.random.default_rng(seed)
-    half = 1 << (width - 1)
+    half = 1 << (bits - 1)
     q, z = rng.integers(-half, half, (n, k)), rng.integers(-half, half, (n, groups))
     tensors = {
-        "a.b.weight_packed": words(q + half, width, dense),
+        "a.b.weight_packed": pack(q + half, bits, dense),
         "a.b.weight_scale": torch.from_numpy(rng.normal(size=(n, groups)).astype(np.float32)),
         "a.b.weight_shape": torch.tensor([n, k]),
     }
     if not symmetric:
-        tensors["a.b.weight_zero_point"] = words((z + half).T, width, dense).t().contiguous()
+        tensors["a.b.weight_zero_point"] = pack((z + half).T, bits, dense).t().contiguous()
     return tensors, q, z if not symmetric else np.zeros_like(z)
 
 
-def slow(q, z, scale, g_idx):
-    """(q - z) * scale for every element by itself, float32."""
+def reference(q, z, scale, g_idx):
+    """(q - z) * scale, one element at a time, float32."""
     out = np.empty(q.shape, np.float32)
     for i in range(q.shape[0]):
         for j in range(q.shape[1]):
@@ -138,27 +139,27 @@ def only(config, tensors):
     return layer
 
 
-@pytest.mark.parametrize("width", range(2, 9))
+@pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_packed_codes_of_every_width(width, dense, symmetric):
+def test_packed_codes_of_all_bits(bits, dense, symmetric):
     n, k, g = 11, 96, 32
-    tensors, q, z = packed(n, k, width, 3, dense=dense, symmetric=symmetric, seed=width)
+    tensors, q, z = packed(n, k, bits, 3, dense=dense, symmetric=symmetric, seed=bits)
     tensors["a.b.bias"] = torch.arange(float(n))
     version = "0.20.0" if dense else "0.12.2"
-    layer = only(config({"num_bits": width, "symmetric": symmetric, "group_size": g}, version=version), tensors)
+    layer = only(config({"num_bits": bits, "symmetric": symmetric, "group_size": g}, version=version), tensors)
     weight = layer.weight()
-    assert torch.equal(weight.dequantize(), slow(q, z, tensors["a.b.weight_scale"].numpy(), np.arange(k) // g))
+    assert torch.equal(weight.dequantize(), reference(q, z, tensors["a.b.weight_scale"].numpy(), np.arange(k) // g))
     assert torch.equal(weight.bias, tensors["a.b.bias"]) and "a.b.bias" in layer.tensors
-    if dense or 32 % width == 0:  # the codes are the file's own bytes
+    if dense or 32 % bits == 0:  # the codes are the file's own bytes
         assert weight.codes.data_ptr() == tensors["a.b.weight_packed"].data_ptr()
 
 
 @pytest.mark.parametrize("dense", [True, False])
-def test_where_both_layouts_fill_as_many_words_the_version_decides(dense):
+def test_where_both_packings_fit_the_version_decides(dense):
     tensors, q, z = packed(2, 20, 3, 1, dense=dense, seed=4)
     layer = only(config({"num_bits": 3, "strategy": "channel"}, version="0.18.1" if dense else "0.17.9"), tensors)
-    assert torch.equal(layer.weight().dequantize(), slow(q, z, tensors["a.b.weight_scale"].numpy(), [0] * 20))
+    assert torch.equal(layer.weight().dequantize(), reference(q, z, tensors["a.b.weight_scale"].numpy(), [0] * 20))
 
 
 @pytest.mark.parametrize("k", [37, 64])
@@ -166,7 +167,7 @@ def test_channel_and_tensor_scales(k):
     tensors, q, z = packed(5, k, 4, 1, symmetric=False)
     layer = only(config({"strategy": "channel", "symmetric": False, "group_size": None}), tensors)
     assert layer.spec.group_size == -1
-    assert torch.equal(layer.weight().dequantize(), slow(q, z, tensors["a.b.weight_scale"].numpy(), [0] * k))
+    assert torch.equal(layer.weight().dequantize(), reference(q, z, tensors["a.b.weight_scale"].numpy(), [0] * k))
     for shape in [(), (1,)]:
         whole = tensors | {
             "a.b.weight_scale": torch.full(shape, 0.5),
@@ -174,24 +175,24 @@ def test_channel_and_tensor_scales(k):
         }
         layer = only(config({"strategy": "tensor", "symmetric": False, "group_size": None}), whole)
         assert layer.spec.block == (5, k)
-        assert torch.equal(layer.weight().dequantize(), slow(q, np.full((5, 1), -3), np.full((5, 1), 0.5), [0] * k))
+        assert torch.equal(layer.weight().dequantize(), reference(q, np.full((5, 1), -3), np.full((5, 1), 0.5), [0] * k))
 
 
-def test_zero_points_as_bytes_and_zero_points_to_ignore():
+def test_int8_zero_points_and_unused_zero_points():
     tensors, q, z = packed(6, 32, 4, 2, symmetric=False)
     scale = tensors["a.b.weight_scale"].numpy()
     old = tensors | {"a.b.weight_zero_point": torch.from_numpy(z.astype(np.int8))}
-    assert torch.equal(only(config({"symmetric": False}), old).weight().dequantize(), slow(q, z, scale, np.arange(32) // 16))
-    assert torch.equal(only(config(), tensors).weight().dequantize(), slow(q, 0 * z, scale, np.arange(32) // 16))
+    assert torch.equal(only(config({"symmetric": False}), old).weight().dequantize(), reference(q, z, scale, np.arange(32) // 16))
+    assert torch.equal(only(config(), tensors).weight().dequantize(), reference(q, 0 * z, scale, np.arange(32) // 16))
     with pytest.raises(CheckpointError, match=r"zero points are out of range.*a\.b\.weight_zero_point"):
         only(config({"symmetric": False}), old | {"a.b.weight_zero_point": torch.full((6, 2), 8, dtype=torch.int8)}).weight()
 
 
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("kind", ["regular", "uneven", "unused", "sorted"])
-def test_activation_orders(kind, dense):
-    n, k, width = 4, 64, 3
-    tensors, q, z = packed(n, k, width, 4, dense=dense, symmetric=False)
+def test_act_order(kind, dense):
+    n, k, bits = 4, 64, 3
+    tensors, q, z = packed(n, k, bits, 4, dense=dense, symmetric=False)
     g_idx = np.arange(k) // 16
     if kind == "regular":
         g_idx = np.random.default_rng(1).permutation(g_idx)
@@ -199,19 +200,19 @@ def test_activation_orders(kind, dense):
         g_idx = np.random.default_rng(1).integers(0, 4, k)
     stored = np.full(k, -1) if kind == "unused" else g_idx
     tensors["a.b.weight_g_idx"] = torch.from_numpy(stored.astype(np.int32))
-    layer = only(config({"num_bits": width, "symmetric": False, "actorder": "group"}), tensors)
+    layer = only(config({"num_bits": bits, "symmetric": False, "actorder": "group"}), tensors)
     assert layer.spec.act_order == (kind in ("regular", "uneven")) and layer.spec.ragged == (kind == "uneven")
-    assert torch.equal(layer.weight().dequantize(), slow(q, z, tensors["a.b.weight_scale"].numpy(), g_idx))
+    assert torch.equal(layer.weight().dequantize(), reference(q, z, tensors["a.b.weight_scale"].numpy(), g_idx))
 
 
-def test_odd_activation_orders_are_reported_or_refused():
+def test_unexpected_act_order_is_a_warning_or_refused():
     tensors, *_ = packed(4, 64, 4, 4)
     assert only(config({"actorder": "weight"}), tensors).oddities == ()
     assert "no weight_g_idx" in only(config({"actorder": "group"}), tensors).oddities[0]
     index = torch.arange(64, dtype=torch.int32).flip(0) // 16
     assert "does not mention" in only(config({"actorder": "static"}), tensors | {"a.b.weight_g_idx": index}).oddities[0]
     for bad in (index + 1, index - 1):
-        with pytest.raises(CheckpointError, match=r"not an activation order.*weight_g_idx.*0\.\.3"):
+        with pytest.raises(CheckpointError, match=r"not an act-order index.*weight_g_idx.*0\.\.3"):
             only(config(), tensors | {"a.b.weight_g_idx": bad})
     with pytest.raises(CheckpointError, match=r"found \[3\], expected \[64\]"):
         only(config(), tensors | {"a.b.weight_g_idx": index[:3]})
@@ -219,30 +220,30 @@ def test_odd_activation_orders_are_reported_or_refused():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.sampled_from([1, 2, 4, 8]))
-def test_column_orders_keep_each_column_in_its_group(g_idx, group):
+def test_act_order_keeps_each_column_in_its_group(g_idx, group):
     perm, index = act_order_of(torch.tensor(g_idx, dtype=torch.int32), group, 4)
-    place = list(range(len(g_idx))) if perm is None else perm.tolist()
-    of = [j // group for j in range(len(g_idx))] if index is None else index.tolist()
-    assert [of[place.index(k)] for k in range(len(g_idx))] == g_idx
+    stored = list(range(len(g_idx))) if perm is None else perm.tolist()
+    groups = [j // group for j in range(len(g_idx))] if index is None else index.tolist()
+    assert [groups[stored.index(k)] for k in range(len(g_idx))] == g_idx
 
 
-@pytest.mark.parametrize("width", [8, 4, 3])
+@pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_integers_in_bytes(width, symmetric):
-    rng, half = np.random.default_rng(width), 1 << (width - 1)
+def test_int8_storage(bits, symmetric):
+    rng, half = np.random.default_rng(bits), 1 << (bits - 1)
     q, z = rng.integers(-half, half, (5, 48)).astype(np.int8), rng.integers(-half, half, (5, 3)).astype(np.int8)
     scale = torch.from_numpy(rng.normal(size=(5, 3)).astype(np.float32))
     tensors = {"a.b.weight": torch.from_numpy(q), "a.b.weight_scale": scale}
     if not symmetric:
         tensors["a.b.weight_zero_point"] = torch.from_numpy(z)
-    layer = only(config({"num_bits": width, "symmetric": symmetric}, fmt="int-quantized"), tensors)
-    wide = z.astype(int) * (not symmetric)
-    assert torch.equal(layer.weight().dequantize(), slow(q.astype(int), wide, scale.numpy(), np.arange(48) // 16))
-    if width == 8 and symmetric:
+    layer = only(config({"num_bits": bits, "symmetric": symmetric}, fmt="int-quantized"), tensors)
+    zero = z.astype(int) * (not symmetric)
+    assert torch.equal(layer.weight().dequantize(), reference(q.astype(int), zero, scale.numpy(), np.arange(48) // 16))
+    if bits == 8 and symmetric:
         assert layer.weight().codes.data_ptr() == tensors["a.b.weight"].data_ptr()
 
 
-def test_integers_that_do_not_fit_their_width():
+def test_integers_that_do_not_fit_their_bits():
     tensors = {"a.b.weight": torch.full((2, 16), 8, dtype=torch.int8), "a.b.weight_scale": torch.ones(2, 1)}
     with pytest.raises(CheckpointError, match=r"values do not fit 4 bits.*a\.b\.weight.*found 8\.\.8, expected -8\.\.7"):
         only(config(fmt="int-quantized"), tensors).weight()
@@ -344,7 +345,7 @@ def schemes(groups, ignore=()):
     return ct_config.parse(inner, Path("config.json"))
 
 
-def test_names_come_before_patterns_and_patterns_before_classes():
+def test_names_precede_patterns_and_patterns_precede_classes():
     weights = {"num_bits": 8}
     groups = {
         name: {"targets": targets, "weights": weights}
@@ -377,7 +378,7 @@ def test_tensors_win_over_the_declared_format():
     assert layer.format.endswith("int-quantized") and "the config says pack-quantized" in layer.oddities[0]
 
 
-def test_plain_weights_are_no_layers():
+def test_float_weights_are_not_layers():
     tensors = {"a.b.weight": torch.zeros(2, 16), "a.norm.weight": torch.zeros(16), "a.attn.k_scale": torch.ones(1)}
     assert list(READER.layers(Source(config(), tensors))) == []
 
@@ -400,12 +401,12 @@ def test_preset_names_take_group_sizes_from_the_scales(preset, scheme):
 
 
 def test_float_presets_parse():
-    for name in ct_config._FLOAT_PRESETS:
-        assert schemes({name: ["Linear"]}).find("a").weights.floating
+    for name in presets._FLOAT_PRESETS:
+        assert schemes({name: ["Linear"]}).find("a").weights.is_float
     assert schemes({"UNQUANTIZED": ["Linear"]}).find("a") is None
 
 
-def test_auto_round_changes_single_layers():
+def test_auto_round_overrides_single_layers():
     raw = {
         "quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 4, "group_size": 16, "sym": True,
         "extra_config": {"a.b": {"bits": 8}, r".*\.c$": {"sym": False}},
@@ -428,8 +429,8 @@ def test_auto_round_changes_single_layers():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"transform_config": {"config_groups": {"R1": {}}}}, "rotation would be lost.*R1"),
-        ({"transform_config": {"config_groups": 5}}, "rotation would be lost"),
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "are rotated.*R1"),
+        ({"transform_config": {"config_groups": 5}}, "are rotated"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask.*2:4 sparse"),
         ({"format": "marlin-24"}, "marlin-24.*not supported"),
         ({"config_groups": {"g": {"targets": 3}}}, r"config_groups.*targets"),

@@ -1,10 +1,10 @@
-"""What compressed-tensors' config can say beside its presets, and AutoRound's own exports: E5M3 scales, MXINT4, 1 bit, …."""
+"""compressed-tensors beyond its presets, and AutoRound's own exports: E5M3 scales, MXINT4, 1 bit, …."""
 
 import pytest
 import torch
-from float_files import e2m1, e8m0, nibbles, random_bytes
 from producers import one, write
-from slow_words import signed, stream
+from reference_minifloats import e2m1, e8m0, nibbles, random_bytes
+from reference_packers import as_int32, stream
 
 from bitline import CheckpointError
 
@@ -36,7 +36,7 @@ NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size
                    act_bits=4, act_data_type="nvfp4_v2", act_group_size=16),
     ],
 )  # fmt: skip
-def test_scales_of_e5m3(settings, tmp_path):
+def test_e5m3_scales(settings, tmp_path):
     codes, scale = random_bytes(N, K // 2), random_bytes(N, K // 16, below=255)
     record = one(tmp_path, settings, {"weight_packed": codes, "weight_scale": scale})
     assert record.format == "compressed-tensors nvfp4-e5m3-pack-quantized" and not record.oddities
@@ -53,7 +53,7 @@ def test_mxint4(act_bits, tmp_path):
     settings = auto_round(data_type="mx_int", group_size=32, packing_format="auto_round", act_bits=act_bits,
                           act_data_type="mx_int", act_group_size=32)  # fmt: skip
     record = one(tmp_path, settings, {"weight_packed": codes, "weight_scale": scale})
-    value = lambda code: (-1) ** (code >> 3) * (code & 7) / 4  # a sign, one digit before the point and two behind it
+    value = lambda code: (-1) ** (code >> 3) * (code & 7) / 4  # sign and magnitude, one integer bit and two fractional bits
     wanted = [
         [value(c) * e8m0(int(scale[n, k // 32])) for k, c in enumerate(nibbles(row))] for n, row in enumerate(codes.tolist())
     ]
@@ -68,9 +68,9 @@ def test_one_bit(symmetric, tmp_path):
     codes, zero = torch.randint(2, (N, K), generator=g), torch.randint(2, (N, 2), generator=g)
     scale = torch.rand(N, 2, generator=g).bfloat16()
     tensors = {
-        "weight_packed": signed([stream(row, 1) for row in codes.tolist()]), "weight_scale": scale,
+        "weight_packed": as_int32([stream(row, 1) for row in codes.tolist()]), "weight_scale": scale,
         "weight_shape": torch.tensor([N, K]),
-        "weight_zero_point": signed([stream(column + [0] * (32 - N), 1) for column in zero.t().tolist()]).t(),
+        "weight_zero_point": as_int32([stream(column + [0] * (32 - N), 1) for column in zero.t().tolist()]).t(),
     }  # fmt: skip
     record = one(tmp_path, config({"num_bits": 1, "symmetric": symmetric, "group_size": 32}), tensors)
     offset = torch.ones(N, 2) if symmetric else zero
@@ -82,12 +82,12 @@ def eight(**more):
     return {"weight": torch.ones(N, K, dtype=torch.int8), "weight_scale": torch.ones(N, 1), **more}
 
 
-def test_inputs_of_sixteen_bits_are_none(tmp_path):
+def test_16_bit_activations_are_weight_only(tmp_path):
     inputs = {"num_bits": 16, "type": "float", "strategy": "token", "dynamic": True}
     assert one(tmp_path, config({"strategy": "channel"}, "int-quantized", input_activations=inputs), eight()).spec.act is None
 
 
-def test_outputs_are_the_caches_business(tmp_path):
+def test_quantized_outputs_are_of_the_kv_cache(tmp_path):
     conf = config({"strategy": "channel"}, "int-quantized", output_activations={"num_bits": 8, "type": "float"})
     conf["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     conf["config_groups"]["attention"] = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8}}
@@ -112,7 +112,7 @@ def test_rotated_auto_round_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.language_model.layers.0.q_proj", "language_model.model.layers.0.q_proj"])
-def test_targets_and_ignore_lists_under_other_wrappings(name, tmp_path):
+def test_targets_and_ignore_lists_under_other_wrappers(name, tmp_path):
     int8 = {"strategy": "channel"}
     conf = config(int8, "int-quantized") | {"ignore": ["model.layers.0.q_proj"]}
     conf["config_groups"]["g"]["targets"] = ["model.layers.0.qkv_proj"]
@@ -121,7 +121,7 @@ def test_targets_and_ignore_lists_under_other_wrappings(name, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["m.proj", "model.m.proj", "model.language_model.m.proj"])
-def test_auto_rounds_settings_of_one_layer_under_other_wrappings(key, tmp_path):
+def test_auto_round_overrides_under_other_wrappers(key, tmp_path):
     settings = auto_round(data_type="mx_fp", group_size=32, packing_format="auto_round:llm_compressor", extra_config={
         "model.other": {"bits": 4}, key: {"bits": 8}})  # fmt: skip
     tensors = {"weight": random_bytes(N, K, below=120).view(torch.float8_e4m3fn), "weight_scale": random_bytes(N, 2, below=250)}

@@ -1,4 +1,4 @@
-"""GGUF against the gguf package's own decoder: every type, stacked experts, biases and factors."""
+"""GGUF against the gguf package's dequantization: every type, stacked experts, biases and factors."""
 
 import sys
 
@@ -11,13 +11,13 @@ from gguf_files import SCALE_BYTES, ggml_values, random_blocks, same, write
 
 from bitline.errors import BitlineError, CheckpointError, WeightError
 from bitline.formats.gguf import blocks as gguf_blocks
-from bitline.formats.gguf import iq_grids as grids
+from bitline.formats.gguf import iq_grids
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES, GGML_TYPES, PLAIN_TYPES
 from bitline.formats.gguf.reader import READER, records
 from bitline.formats.gguf.source import GGUFSource
 
 
-def test_no_type_is_left_out():
+def test_every_ggml_type_is_covered():
     assert set(SCALE_BYTES) == set(gguf_blocks.BLOCKS)
     known = {t.name: GGML_QUANT_SIZES[t] for t in GGMLQuantizationType}
     ours = {name: sizes for name, *sizes in GGML_TYPES.values()}
@@ -27,7 +27,7 @@ def test_no_type_is_left_out():
 
 @pytest.mark.parametrize("kind", SCALE_BYTES)
 @pytest.mark.parametrize("k", [256, 768])
-def test_every_type_is_decoded_to_the_bit(kind, k, tmp_path):
+def test_every_type_is_bit_exact(kind, k, tmp_path):
     raw = random_blocks(kind, 7, k, np.random.default_rng(k))
     if kind == "Q2_0":
         weight = gguf_blocks.to_weight(kind, torch.from_numpy(raw), k)
@@ -58,31 +58,31 @@ def test_every_byte_of_a_block_takes_every_value(kind):
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4"])
-def test_what_the_package_quantizes_is_decoded_to_the_bit(kind, tmp_path):
+def test_blocks_quantized_by_the_package_are_bit_exact(kind, tmp_path):
     raw = gguf.quants.quantize(np.random.default_rng(0).normal(size=(5, 256)).astype(np.float32), GGMLQuantizationType[kind])
     weight = next(iter(READER.layers(write(tmp_path / "m.gguf", {"w": (kind, raw)})))).weight()
     assert torch.equal(weight.dequantize(), ggml_values(raw, kind))
 
 
 @pytest.mark.parametrize("kind", SCALE_BYTES)
-def test_rows_are_converted_chunk_by_chunk(kind, monkeypatch):
+def test_rows_are_repacked_in_chunks(kind, monkeypatch):
     raw = random_blocks(kind, 11, 512, np.random.default_rng(3))
-    monkeypatch.setattr(gguf_blocks.bits, "ROW_CHUNK_BYTES", 3 * 512)
+    monkeypatch.setattr(gguf_blocks.bitstream, "ROW_CHUNK_BYTES", 3 * 512)
     weight = gguf_blocks.to_weight(kind, torch.from_numpy(raw), 512)
     assert same(weight.dequantize(), ggml_values(raw, kind), kind)
 
 
-def test_a_shared_exponent_of_255_is_nan():
-    """As the MX standard has it; ggml computes with 2**128."""
+def test_an_e8m0_scale_of_255_is_nan():
+    """As in the OCP MX specification; ggml computes with 2**128."""
     raw = random_blocks("MXFP4", 2, 64, np.random.default_rng(0), edges=False).reshape(2, 2, 17)
     raw[0, 1, 0] = 255
     values = gguf_blocks.to_weight("MXFP4", torch.from_numpy(raw), 64).dequantize()
     assert bool(values[0, 32:].isnan().all()) and int(values.isnan().sum()) == 32
 
 
-def test_a_missing_gguf_package_is_said(monkeypatch):
+def test_a_missing_gguf_package_is_reported(monkeypatch):
     raw = torch.from_numpy(random_blocks("IQ3_S", 1, 256, np.random.default_rng(0)))
-    grids._codebook.cache_clear()
+    iq_grids._codebook.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(BitlineError, match=r"IQ3_S needs the gguf package.*pip install"):
         gguf_blocks.to_weight("IQ3_S", raw, 256)
@@ -90,11 +90,11 @@ def test_a_missing_gguf_package_is_said(monkeypatch):
         gguf_blocks.to_weight(kind, torch.from_numpy(random_blocks(kind, 1, 256, np.random.default_rng(0))), 256)
 
 
-def test_other_tables_are_refused(monkeypatch):
-    grids._codebook.cache_clear()
+def test_unknown_codebooks_are_refused(monkeypatch):
+    iq_grids._codebook.cache_clear()
     monkeypatch.setattr(gguf.quants.IQ2_XS, "grid", np.full((1, 1, 512, 8), 9, np.float32))
     raw = torch.from_numpy(random_blocks("IQ2_XS", 1, 256, np.random.default_rng(0)))
-    with pytest.raises(BitlineError, match="table of IQ2_XS is not the known one"):
+    with pytest.raises(BitlineError, match="codebook of IQ2_XS is not the known one"):
         gguf_blocks.to_weight("IQ2_XS", raw, 256)
 
 
@@ -118,11 +118,11 @@ def test_plain_tensors_metadata_and_bias(tmp_path):
     weight = layer.weight()
     assert layer.tensors == ("a.weight", "a.bias") and torch.equal(weight.bias, torch.from_numpy(bias))
     order = torch.tensor([2, 0, 3, 1])
-    taken = weight.take_rows(order)
-    assert torch.equal(taken.dequantize(), weight.dequantize()[order]) and torch.equal(taken.bias, weight.bias[order])
+    rows = weight.take_rows(order)
+    assert torch.equal(rows.dequantize(), weight.dequantize()[order]) and torch.equal(rows.bias, weight.bias[order])
 
 
-def test_reading_is_a_private_view_that_never_writes_to_the_file(tmp_path):
+def test_writes_to_a_read_tensor_never_reach_the_file(tmp_path):
     source = write(tmp_path / "m.gguf", {"a": ("F32", np.ones(64, np.float32))})
     source.read("a").zero_()
     assert torch.equal(source.read("a"), torch.ones(64))
@@ -157,13 +157,13 @@ def test_each_of_stacked_experts_is_a_layer(kind, tmp_path):
         weight, expected = layer.weight(), ggml_values(raw[e], kind)
         assert weight.spec == layer.spec and layer.tensors == tuple(tensors) and layer.nbytes == (raw[0].nbytes + 20)
         assert torch.equal(weight.dequantize(), expected) and torch.equal(weight.bias, torch.from_numpy(bias[e]))
-        times = other.weight()
-        assert times.spec == other.spec and len(other.tensors) == 3
-        torch.testing.assert_close(times.dequantize(), expected * factor[e], rtol=1e-6, atol=0)
+        scaled_weight = other.weight()
+        assert scaled_weight.spec == other.spec and len(other.tensors) == 3
+        torch.testing.assert_close(scaled_weight.dequantize(), expected * factor[e], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", SCALE_BYTES)
-def test_a_factor_beside_a_weight_is_part_of_it(kind, tmp_path):
+def test_a_factor_is_part_of_the_weight(kind, tmp_path):
     if kind == "Q2_0":
         pytest.skip("the package cannot write it")
     raw = random_blocks(kind, 3, 256, np.random.default_rng(0), edges=False)
@@ -177,7 +177,7 @@ def test_a_factor_beside_a_weight_is_part_of_it(kind, tmp_path):
     tensors["a.scale"] = ("F32", np.float32([np.inf]))
     with pytest.raises(CheckpointError, match=r"tensor a\.scale.*NaN or infinite"):
         next(iter(READER.layers(write(tmp_path / "m.gguf", tensors)))).weight()
-    tensors["a.scale"] = ("F32", np.ones(5, np.float32))  # Gemma's router has one a column
+    tensors["a.scale"] = ("F32", np.ones(5, np.float32))  # Gemma's router has one per column
     (layer,) = READER.layers(write(tmp_path / "m.gguf", tensors))
     assert "a.scale" not in layer.tensors and "is no factor" in layer.oddities[0]
 
@@ -185,7 +185,7 @@ def test_a_factor_beside_a_weight_is_part_of_it(kind, tmp_path):
 @pytest.mark.parametrize("kind", SCALE_BYTES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_scale_that_is_not_finite_is_refused(kind, value):
-    """Inspect reads no blocks; reading a layer sees it. MXFP4's NaN is legal, NVFP4 has no such scale."""
+    """On reading the layer. MXFP4's NaN is valid, NVFP4 has no such scale."""
     raw = random_blocks(kind, 3, 512, np.random.default_rng(0), edges=False)
     blocks = raw.reshape(3, -1, BLOCK_SIZES[kind][1])
     bits = np.float16(value).view(np.uint16)

@@ -1,4 +1,4 @@
-"""Whole models of GGUF types: the same logits as transformers' own dequantization, from one file and from parts."""
+"""Whole GGUF models: the same logits as transformers' own dequantization, from one file and from split files."""
 
 import gguf
 import numpy as np
@@ -22,7 +22,7 @@ REFERENCE = bitline.Policy(kernel="ReferenceLinearKernel")
 
 
 def write_model(path, more=None, **split):
-    """A Llama of random blocks, each matrix of another type, in one file or in parts."""
+    """A Llama of random blocks, each matrix of another type, in one file or split."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama", **split)
     writer.add_block_count(LAYERS)
@@ -61,7 +61,7 @@ def whole(tmp_path_factory):
     return path, logits(bitline.load_model(path, dtype=torch.float32, policy=REFERENCE))
 
 
-def test_the_logits_are_those_of_transformers(whole):
+def test_logits_equal_those_of_transformers(whole):
     path, ours = whole
     assert {r.format.removeprefix("gguf ") for r in bitline.open_checkpoint(path).layers()} == set(KINDS)
     assert ours.isfinite().all() and float(ours.std()) > 0
@@ -69,17 +69,17 @@ def test_the_logits_are_those_of_transformers(whole):
 
 
 def test_a_split_model_is_the_same_model(whole, tmp_path):
-    """The parts are written by the gguf package."""
+    """The files are written by the gguf package."""
     write_model(tmp_path / "m.gguf", split_max_tensors=11)
-    parts = sorted(tmp_path.iterdir())
-    assert len(parts) == 4
-    for path in (tmp_path, parts[0]):
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 4
+    for path in (tmp_path, files[0]):
         model = bitline.load_model(path, dtype=torch.float32, policy=REFERENCE)
         assert torch.equal(logits(model), whole[1])
-    parts[2].unlink()
-    with pytest.raises(CheckpointError, match="a part of a split model is missing") as caught:
+    files[2].unlink()
+    with pytest.raises(CheckpointError, match="a file of a split model is missing") as caught:
         bitline.load_model(tmp_path)
-    assert caught.value.file == str(parts[2])
+    assert caught.value.file == str(files[2])
 
 
 def test_every_layer_finds_a_kernel_in_bfloat16(whole):

@@ -1,4 +1,4 @@
-"""GGUF models in several files: read as one, and refused by name where the parts are not whole or not of one model."""
+"""Split GGUF models: read as one, and refused where a file is missing or of another model."""
 
 import struct
 
@@ -23,8 +23,8 @@ def text(key, content):
     return value(key, STRING, struct.pack("<Q", len(content)) + content.encode())
 
 
-def part(i, no=None, count=3, total=3, names=None, more=()):
-    """Part i of three, with one matrix; the first has the metadata."""
+def split_file(i, no=None, count=3, total=3, names=None, more=()):
+    """File i of three, with one matrix; the first has the metadata."""
     values = [
         number("split.no", i if no is None else no),
         number("split.count", count),
@@ -42,11 +42,11 @@ def name(i, count=3):
 @pytest.fixture
 def folder(tmp_path):
     for i in range(3):
-        (tmp_path / name(i)).write_bytes(part(i))
+        (tmp_path / name(i)).write_bytes(split_file(i))
     return tmp_path
 
 
-def test_parts_are_one_model(folder):
+def test_split_files_are_one_model(folder):
     for path in (folder, folder / name(0)):
         checkpoint = bitline.open_checkpoint(path)
         assert checkpoint.path == folder / name(0) and checkpoint.metadata["general.architecture"] == "llama"
@@ -57,12 +57,12 @@ def test_parts_are_one_model(folder):
             assert checkpoint.source.tensors[layer.tensors[0]].file == folder / name(i)
 
 
-def test_a_model_of_one_part(tmp_path):
-    (tmp_path / name(0, 1)).write_bytes(part(0, count=1, total=1))
+def test_a_model_split_into_one_file(tmp_path):
+    (tmp_path / name(0, 1)).write_bytes(split_file(0, count=1, total=1))
     assert len(bitline.open_checkpoint(tmp_path).layers()) == 1
 
 
-def test_which_files_of_a_folder_are_one_model(tmp_path):
+def test_file_to_open(tmp_path):
     names = lambda *files: [tmp_path / file for file in files]
     assert file_to_open(names("x.gguf")) == tmp_path / "x.gguf"
     assert file_to_open(names(name(1), name(2), name(0))) == tmp_path / name(0)
@@ -77,54 +77,54 @@ def refused(path, message, file):
     assert caught.value.file == str(file)
 
 
-def test_not_the_first_part(folder):
-    refused(folder / name(1), r"not the first part.*part 2 of 3.*m-00001-of-00003\.gguf.*open the first", folder / name(1))
+def test_not_the_first_file(folder):
+    refused(folder / name(1), r"not the first file.*part 2 of 3.*m-00001-of-00003\.gguf.*open the first", folder / name(1))
     (folder / name(0)).unlink()
-    refused(folder, r"not the first part.*is missing", folder / name(1))
+    refused(folder, r"not the first file.*is missing", folder / name(1))
 
 
-def test_a_missing_part(folder):
+def test_a_missing_file(folder):
     (folder / name(2)).unlink()
-    refused(folder, r"a part of a split model is missing.*3 parts", folder / name(2))
+    refused(folder, r"a file of a split model is missing.*3 files", folder / name(2))
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"no": 0}, "not the part that its name says.*split.no = 0.*split.no = 1"),
-        ({"count": 2}, "not the part that its name says.*split.count = 2"),
+        ({"no": 0}, "not the one that its name says.*split.no = 0.*split.no = 1"),
+        ({"count": 2}, "not the one that its name says.*split.count = 2"),
         ({"names": ("a", "a", "c")}, "the same tensor.*also in m-00001"),
-        ({"total": 4}, "parts of different models.*split.tensors.count = 4.*expected 3"),
-        ({"more": [text("general.architecture", "qwen2")]}, "parts of different models.*qwen2.*expected llama"),
+        ({"total": 4}, "files of different models.*split.tensors.count = 4.*expected 3"),
+        ({"more": [text("general.architecture", "qwen2")]}, "files of different models.*qwen2.*expected llama"),
         ({"more": [value("split.no2", 4, b"\0" * 4), value("x", 6, struct.pack("<f", 1))]}, None),
     ],
 )
-def test_parts_that_contradict_each_other(change, says, folder):
-    (folder / name(1)).write_bytes(part(1, **change))
+def test_files_that_contradict_each_other(change, says, folder):
+    (folder / name(1)).write_bytes(split_file(1, **change))
     if says is None:
         assert len(bitline.open_checkpoint(folder).layers()) == 3
     else:
         refused(folder, says, folder / name(1))
 
 
-def test_tensors_that_no_part_has(folder):
+def test_tensors_that_no_file_has(folder):
     for i in range(3):
-        (folder / name(i)).write_bytes(part(i, total=5))
+        (folder / name(i)).write_bytes(split_file(i, total=5))
     refused(folder, r"do not have all of its tensors.*found 3, expected 5", folder / name(0))
 
 
-def test_a_damaged_part_is_named(folder):
-    (folder / name(2)).write_bytes(part(2)[:-1])
+def test_a_damaged_file_is_named(folder):
+    (folder / name(2)).write_bytes(split_file(2)[:-1])
     refused(folder, "outside the file", folder / name(2))
 
 
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ([number("split.count", 3)], "split over several files.*join"),
+        ([number("split.count", 3)], "split over several.*join"),
         ([number("split.count", 0)], None),
         ([text("split.count", "three")], "split.count is not a number"),
-        ([number("split.count", 3), text("split.no", "x")], "split over several files"),
+        ([number("split.count", 3), text("split.no", "x")], "split over several"),
     ],
 )
 def test_split_metadata_in_a_file_of_another_name(values, says, tmp_path):

@@ -1,9 +1,9 @@
-"""GPTQ against its producers' own weights and against a decoder that goes field by field."""
+"""GPTQ against its producers' own weights and against a reference that unpacks one code at a time."""
 
 import numpy as np
 import pytest
 import torch
-from slow_words import CHECKPOINTS, EXPECTED, gptq, planar, producer_says, random_layer, stream, values, write
+from reference_packers import CHECKPOINTS, EXPECTED, gptq, matches_producer, planar, random_layer, stream, values, write
 
 from bitline import CheckpointError, open_checkpoint
 from bitline.formats.io.safetensors_source import SafetensorsSource
@@ -12,8 +12,8 @@ CASES = [(c, m) for c, modules in EXPECTED.items() if open_checkpoint(CHECKPOINT
 K, N, G = 96, 32, 32
 
 
-def config(width=4, group_size=G, **more):
-    return {"quant_method": "gptq", "bits": width, "group_size": group_size, "sym": False, "desc_act": False, **more}
+def config(bits=4, group_size=G, **more):
+    return {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": False, "desc_act": False, **more}
 
 
 def one(folder, conf, tensors, **how):
@@ -21,17 +21,17 @@ def one(folder, conf, tensors, **how):
     return layer
 
 
-def middle(width, groups=K // G, n=N):
-    return [[1 << (width - 1)] * n for _ in range(groups)]
+def implicit_zeros(bits, groups=K // G, n=N):
+    return [[1 << (bits - 1)] * n for _ in range(groups)]
 
 
 @pytest.mark.parametrize(("case", "module"), CASES, ids=[f"{c}-{m.rpartition('.')[2]}" for c, m in CASES])
-def test_producers_own_weight(case, module):
-    assert producer_says(case, module)
+def test_producers_weight(case, module):
+    assert matches_producer(case, module)
 
 
 @pytest.mark.parametrize("case", sorted({c for c, _ in CASES}))
-def test_every_layer_of_a_producer_is_read_without_oddities(case):
+def test_every_layer_of_a_producer_is_read_without_warnings(case):
     checkpoint = open_checkpoint(CHECKPOINTS / case)
     assert checkpoint.dense_names() == (["model.layers.0.self_attn.q_proj.weight"] if "dynamic" in case else [])
     for layer in checkpoint.layers():
@@ -41,18 +41,18 @@ def test_every_layer_of_a_producer_is_read_without_oddities(case):
 
 
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 7, 8])
-def test_asymmetric(width, version, tmp_path):
-    codes, zeros, scales = random_layer(K, N, K // G, width)
-    pack = planar if width in (5, 6, 7) else stream
-    tensors = gptq(codes, zeros, scales, width, v1=version == "gptq", pack=pack)
-    layer = one(tmp_path, config(width, checkpoint_format=version), tensors)
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+def test_asymmetric(bits, version, tmp_path):
+    codes, zeros, scales = random_layer(K, N, K // G, bits)
+    pack = planar if bits in (5, 6, 7) else stream
+    tensors = gptq(codes, zeros, scales, bits, v1=version == "gptq", pack=pack)
+    layer = one(tmp_path, config(bits, checkpoint_format=version), tensors)
     assert layer.format == ("gptq v1" if version == "gptq" else "gptq v2")
-    assert layer.spec.scheme == f"uint{width}+zero g{G}"
+    assert layer.spec.scheme == f"uint{bits}+zero g{G}"
     assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [k // G for k in range(K)]))
 
 
-def test_a_zero_point_of_0_borrows_from_its_neighbour_and_gets_it_back(tmp_path):
+def test_a_zero_point_of_0_borrows_from_the_next_field_and_is_restored(tmp_path):
     codes, _, scales = random_layer(32, 8, 1, 4)
     zeros = [[0, 5, 0, 0, 15, 0, 9, 1]]
     tensors = gptq(codes, zeros, scales, 4, v1=True)
@@ -60,28 +60,28 @@ def test_a_zero_point_of_0_borrows_from_its_neighbour_and_gets_it_back(tmp_path)
     assert one(tmp_path, config(), tensors).weight().zero.flatten().tolist() == zeros[0]
 
 
-@pytest.mark.parametrize("width", [3, 5, 6, 7])
-def test_planar_words(width, tmp_path):
-    codes, zeros, scales = random_layer(K, N, 3, width)
-    layer = one(tmp_path, config(width, format="gptq_p"), gptq(codes, zeros, scales, width, pack=planar))
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_planar_packing(bits, tmp_path):
+    codes, zeros, scales = random_layer(K, N, 3, bits)
+    layer = one(tmp_path, config(bits, format="gptq_p"), gptq(codes, zeros, scales, bits, pack=planar))
     assert layer.format == "gptq planar"
     assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [k // G for k in range(K)]))
 
 
 @pytest.mark.parametrize("packing", [None, "auto_round", "auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:exllamav2"])
-@pytest.mark.parametrize("width", [2, 3, 5, 6, 7, 8])
-def test_auto_round_packs_every_width_as_a_stream(width, packing, tmp_path):
-    codes, zeros, scales = random_layer(K, N, 3, width)
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7, 8])
+def test_auto_round_packs_all_bits_as_a_stream(bits, packing, tmp_path):
+    codes, zeros, scales = random_layer(K, N, 3, bits)
     v1 = packing in (None, "auto_round:auto_gptq")
-    conf = {"quant_method": "auto-round", "bits": width, "group_size": G, "sym": False, "data_type": "int"}
+    conf = {"quant_method": "auto-round", "bits": bits, "group_size": G, "sym": False, "data_type": "int"}
     conf |= {"packing_format": packing} if packing else {}
-    layer = one(tmp_path, conf, gptq(codes, zeros, scales, width, v1=v1))
+    layer = one(tmp_path, conf, gptq(codes, zeros, scales, bits, v1=v1))
     assert layer.format == f"auto-round gptq {'v1' if v1 else 'v2'}"
     assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, [k // G for k in range(K)]))
 
 
 @pytest.mark.parametrize("stored", [7, 8, None], ids=["v1", "v2-mislabelled", "absent"])
-def test_symmetric_ignores_what_qzeros_hold(stored, tmp_path):
+def test_symmetric_ignores_qzeros(stored, tmp_path):
     codes, _, scales = random_layer(K, N, 3, 4)
     tensors = gptq(codes, [[stored or 0] * N] * 3, scales, 4)
     if stored is None:
@@ -89,29 +89,29 @@ def test_symmetric_ignores_what_qzeros_hold(stored, tmp_path):
     layer = one(tmp_path, config(sym=True), tensors)
     assert (layer.spec.weight.name, layer.spec.zero) == ("uint4b8", "none")
     assert ["stored as gptq_v2 stores them" in oddity for oddity in layer.oddities] == [True] * (stored == 8)
-    assert torch.equal(layer.weight().dequantize(), values(codes, middle(4), scales, [k // G for k in range(K)]))
+    assert torch.equal(layer.weight().dequantize(), values(codes, implicit_zeros(4), scales, [k // G for k in range(K)]))
 
 
-def test_symmetric_qzeros_that_nobody_stores_are_an_oddity(tmp_path):
+def test_unexpected_symmetric_qzeros_are_a_warning(tmp_path):
     codes, zeros, scales = random_layer(K, N, 3, 4)
     layer = one(tmp_path, config(sym=True), gptq(codes, zeros, scales, 4))
     assert "qzeros, which are not used, hold 0 to 15" in layer.oddities[0]
-    assert torch.equal(layer.weight().dequantize(), values(codes, middle(4), scales, [k // G for k in range(K)]))
+    assert torch.equal(layer.weight().dequantize(), values(codes, implicit_zeros(4), scales, [k // G for k in range(K)]))
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 8])
-def test_activation_order_with_full_groups_is_a_permutation(width, tmp_path):
-    codes, zeros, scales = random_layer(K, N, 3, width)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_act_order_with_full_groups_is_a_permutation(bits, tmp_path):
+    codes, zeros, scales = random_layer(K, N, 3, bits)
     groups = np.random.default_rng(1).permutation(K) // G
-    layer = one(tmp_path, config(width, desc_act=True), gptq(codes, zeros, scales, width, groups=groups, v1=True))
+    layer = one(tmp_path, config(bits, desc_act=True), gptq(codes, zeros, scales, bits, groups=groups, v1=True))
     assert (layer.spec.act_order, layer.spec.ragged, layer.oddities) == (True, False, ())
     weight = layer.weight()
     assert weight.perm.tolist() == sorted(range(K), key=lambda k: groups[k])
     assert torch.equal(weight.dequantize(), values(codes, zeros, scales, groups))
 
 
-@pytest.mark.parametrize("ordered", [False, True], ids=["shuffled", "in order"])
-def test_groups_that_are_not_full(ordered, tmp_path):
+@pytest.mark.parametrize("ordered", [False, True], ids=["shuffled", "sorted"])
+def test_unequal_groups(ordered, tmp_path):
     codes, zeros, scales = random_layer(K, N, 4, 4)
     groups = np.random.default_rng(2).choice([0, 1, 3], K)  # group 2 has no column
     groups = np.sort(groups) if ordered else groups
@@ -135,14 +135,14 @@ def test_g_idx_out_of_range(bad, tmp_path):
         one(tmp_path, config(), tensors)
 
 
-def test_trivial_g_idx_is_dropped_and_a_surprising_one_kept(tmp_path):
+def test_trivial_g_idx_is_dropped_and_an_unannounced_one_kept(tmp_path):
     layer = random_layer(K, N, 3, 4)
     spec = one(tmp_path / "a", config(desc_act=True), gptq(*layer, 4, groups=[k // G for k in range(K)])).spec
     assert not spec.act_order and not spec.ragged
-    odd = one(tmp_path / "b", config(), gptq(*layer, 4, groups=[(k * 5) % K // G for k in range(K)]))
-    assert odd.spec.act_order and "does not mention" in odd.oddities[0]
-    lost = one(tmp_path / "c", config(desc_act=True), gptq(*layer, 4))
-    assert not lost.spec.act_order and "no g_idx" in lost.oddities[0]
+    unannounced = one(tmp_path / "b", config(), gptq(*layer, 4, groups=[(k * 5) % K // G for k in range(K)]))
+    assert unannounced.spec.act_order and "does not mention" in unannounced.oddities[0]
+    missing = one(tmp_path / "c", config(desc_act=True), gptq(*layer, 4))
+    assert not missing.spec.act_order and "no g_idx" in missing.oddities[0]
 
 
 @pytest.mark.parametrize(("group_size", "groups"), [(-1, 1), (40, 3), (64, 2), (1000, 1)])
@@ -155,14 +155,14 @@ def test_group_sizes(group_size, groups, tmp_path):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("kind", ["plain", "act order", "ragged"])
-@pytest.mark.parametrize("width", [3, 4])
-def test_shards_of_a_loaded_weight_make_the_whole(width, kind, dim, tmp_path):
-    codes, zeros, scales = random_layer(K, N, 3, width)
+@pytest.mark.parametrize("kind", ["plain", "act-order", "ragged"])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_shards_concatenate_to_the_whole(bits, kind, dim, tmp_path):
+    codes, zeros, scales = random_layer(K, N, 3, bits)
     rng = np.random.default_rng(4)
-    groups = {"plain": None, "act order": rng.permutation(K) // G, "ragged": rng.integers(0, 3, K)}[kind]
-    tensors = gptq(codes, zeros, scales, width, groups=groups, v1=True) | {"bias": torch.randn(N).half()}
-    weight = one(tmp_path, config(width, desc_act=True), tensors).weight()
+    groups = {"plain": None, "act-order": rng.permutation(K) // G, "ragged": rng.integers(0, 3, K)}[kind]
+    tensors = gptq(codes, zeros, scales, bits, groups=groups, v1=True) | {"bias": torch.randn(N).half()}
+    weight = one(tmp_path, config(bits, desc_act=True), tensors).weight()
     assert torch.equal(weight.bias, tensors["bias"])
     whole = weight.dequantize()
     assert torch.equal(torch.cat([weight.shard(dim, r, 3).dequantize() for r in range(3)], dim), whole)
@@ -184,14 +184,14 @@ def test_config_in_a_side_file(tmp_path):
 # ---- overrides -----------------------------------------------------------------------------------------------------------
 
 
-def test_dynamic_takes_the_first_pattern_that_matches_from_the_start(tmp_path):
+def test_dynamic_uses_the_first_pattern_that_matches_from_the_start(tmp_path):
     small, large = gptq(*random_layer(K, N, 3, 4), 4), gptq(*random_layer(K, N, 2, 8), 8)
     rules = {"r.b": {"bits": 3}, r"+:.*\.b$": {"bits": 8, "group_size": 48, "sym": True}, ".*": {}, "m.a": {"bits": 2}}
     a, b = write(tmp_path, config(dynamic=rules), {"m.a": small, "m.b": large}).layers()
     assert (a.spec.scheme, b.spec.scheme) == ("uint4+zero g32", "uint8b128 g48")
 
 
-def test_dynamic_that_skips_a_quantized_layer_is_an_oddity(tmp_path):
+def test_dynamic_that_skips_a_quantized_layer_is_a_warning(tmp_path):
     layer = one(tmp_path, config(dynamic={"-:.*proj": {}}), gptq(*random_layer(K, N, 3, 4), 4))
     assert layer.spec.weight.bits == 4 and "not quantized" in layer.oddities[0]
 
@@ -204,7 +204,7 @@ def test_extra_config_prefers_the_name_to_patterns(tmp_path):
     assert [r.spec.weight.bits for r in records] == [4, 8, 2]
 
 
-def test_extra_config_under_another_wrapping(tmp_path):
+def test_extra_config_under_another_wrapper(tmp_path):
     layers = {"model.language_model.layers.0.a": gptq(*random_layer(K, N, 3, 8), 8)}
     extra = {"model.layers.0.a": {"bits": 8}, "model.layers.1.a": {"bits": 2}}
     conf = {"quant_method": "auto-round", "bits": 4, "group_size": G, "sym": True, "extra_config": extra}
@@ -300,34 +300,34 @@ def test_scales_that_are_not_finite(value, tmp_path):
 def test_layers_reads_no_weights(tmp_path, monkeypatch):
     write(tmp_path, config(sym=True), {"m.proj": gptq(*random_layer(K, N, 3, 4), 4, groups=[0] * K)})
     read, original = [], SafetensorsSource.read
-    note = lambda self, name, rows=None: read.append((name, rows)) or original(self, name, rows)
-    monkeypatch.setattr(SafetensorsSource, "read", note)
+    record = lambda self, name, rows=None: read.append((name, rows)) or original(self, name, rows)
+    monkeypatch.setattr(SafetensorsSource, "read", record)
     (layer,) = open_checkpoint(tmp_path).layers()
     assert sorted(read) == [("m.proj.g_idx", None), ("m.proj.qzeros", 1)]
     assert layer.tensors == ("m.proj.qweight", "m.proj.scales", "m.proj.qzeros", "m.proj.g_idx")
 
 
-def test_another_familys_tensors_are_told_apart(tmp_path):
+def test_gptq_tensors_under_the_name_of_awq_are_refused(tmp_path):
     conf = config() | {"quant_method": "awq", "zero_point": True}
     with pytest.raises(CheckpointError, match="GPTQ packs along K"):
         one(tmp_path, conf, gptq(*random_layer(K, N, 3, 4), 4))
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("order", [False, True])
-def test_columns_that_do_not_fill_their_words(width, order, tmp_path):
+def test_columns_that_do_not_fill_the_last_int32(bits, order, tmp_path):
     k, g = 100, 32
-    codes, zeros, scales = random_layer(k, N, 4, width)
+    codes, zeros, scales = random_layer(k, N, 4, bits)
     groups = [(i * 37 % k if order else i) // g for i in range(k)]
-    full = 32 if 32 % width else 32 // width
+    full = 32 if 32 % bits else 32 // bits
     padded = codes + [[0] * N] * (-k % full)
-    tensors = gptq(padded, zeros, scales, width, groups=groups)
-    layer = one(tmp_path / "a", config(bits=width, desc_act=order, checkpoint_format="gptq_v2"), tensors)
+    tensors = gptq(padded, zeros, scales, bits, groups=groups)
+    layer = one(tmp_path / "a", config(bits=bits, desc_act=order, checkpoint_format="gptq_v2"), tensors)
     assert layer.spec.k == k and layer.weight().spec == layer.spec
     assert torch.equal(layer.weight().dequantize(), values(codes, zeros, scales, groups))
 
 
-def test_an_order_that_is_none_is_odd_where_the_config_announces_one(tmp_path):
+def test_a_trivial_g_idx_is_a_warning_where_the_config_says_desc_act(tmp_path):
     tensors = gptq(*random_layer(K, N, 3, 4), 4, groups=[k // G for k in range(K)])
-    assert "g_idx has the columns in order" in one(tmp_path / "a", config(desc_act=True), tensors).oddities[0]
+    assert "g_idx has the columns in input order" in one(tmp_path / "a", config(desc_act=True), tensors).oddities[0]
     assert one(tmp_path / "b", config(desc_act=False), tensors).oddities == ()

@@ -1,25 +1,25 @@
-"""ModelOpt's own files bit for bit, and every layout against a decoder that goes code by code."""
+"""ModelOpt's own files bit for bit, and every layout against a reference that decodes one code at a time."""
 
 import dataclasses
 import json
 
 import pytest
 import torch
-from float_files import (
+from reference_minifloats import (
     CASES,
     CHECKPOINTS,
     e2m1,
     e4m3,
     e8m0,
     finite_fp8,
+    matches_producer,
     nibbles,
     one,
-    producer_says,
     product,
     random_bytes,
-    whole_again,
+    shards_make_whole,
 )
-from slow_words import write
+from reference_packers import write
 
 from bitline import CheckpointError, LinearSpec, QuantLinear, choose, open_checkpoint
 from bitline.act_quant import fake_quantize
@@ -46,22 +46,22 @@ def nvfp4():
 
 
 def awq(groups=3):
-    factors = (torch.rand(K, generator=torch.Generator().manual_seed(1)) + 0.5).bfloat16()
-    return {"weight": random_bytes(N // 2, K), "weight_scale": torch.rand(N, groups) + 0.01, "pre_quant_scale": factors}
+    multiplier = (torch.rand(K, generator=torch.Generator().manual_seed(1)) + 0.5).bfloat16()
+    return {"weight": random_bytes(N // 2, K), "weight_scale": torch.rand(N, groups) + 0.01, "pre_quant_scale": multiplier}
 
 
 def row_pairs(packed):
-    """Two's complement rows: the low halves of a row of bytes are an even row, the high ones the odd row after it."""
-    halves = [[[b & 15 for b in row], [b >> 4 for b in row]] for row in packed.tolist()]
-    return [[c - 16 if c > 7 else c for c in row] for pair in halves for row in pair]
+    """Two's complement rows: the low nibbles of a row of bytes are an even row, the high ones the odd row after it."""
+    nibbles = [[[b & 15 for b in row], [b >> 4 for b in row]] for row in packed.tolist()]
+    return [[c - 16 if c > 7 else c for c in row] for pair in nibbles for row in pair]
 
 
 # ---- real files ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("case", "module"), [c for c in CASES if c[0].startswith("mo_")])
-def test_producers_own_weight(case, module):
-    assert producer_says(case, module)
+def test_producers_weight(case, module):
+    assert matches_producer(case, module)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_real_checkpoints_have_their_scheme(case, label, scheme):
         weight = layer.weight()
         scaled = " input-scaled" if f"{layer.name}.pre_quant_scale" in layer.tensors else ""
         assert (layer.format, layer.spec.scheme, layer.oddities) == (f"modelopt {label}", scheme + scaled, ())
-        assert weight.spec == layer.spec and whole_again(weight, 0) and whole_again(weight, 1)
+        assert weight.spec == layer.spec and shards_make_whole(weight, 0) and shards_make_whole(weight, 1)
         assert layer.nbytes == sum(checkpoint.source.tensors[t].nbytes for t in layer.tensors)
 
 
@@ -91,10 +91,12 @@ def test_real_checkpoints_have_their_scheme(case, label, scheme):
 def test_nvfp4(algorithm, tmp_path):
     tensors = nvfp4()
     weight = one(tmp_path, config(algorithm, group_size=16), tensors).weight()
-    scales, two = tensors["weight_scale"].view(torch.uint8), float(tensors["weight_scale_2"])
+    scales, scale_2 = tensors["weight_scale"].view(torch.uint8), float(tensors["weight_scale_2"])
     codes = [[e2m1(c) for c in nibbles(row)] for row in tensors["weight"].tolist()]
-    local = {(n, g): torch.tensor(e4m3(int(scales[n, g])) * two).float().item() for n in range(N) for g in range(K // 16)}
-    assert torch.equal(weight.dequantize(), product(codes, lambda n, k: local[n, k // 16]))
+    block_scales = {
+        (n, g): torch.tensor(e4m3(int(scales[n, g])) * scale_2).float().item() for n in range(N) for g in range(K // 16)
+    }
+    assert torch.equal(weight.dequantize(), product(codes, lambda n, k: block_scales[n, k // 16]))
     acts = {"W4A16_NVFP4": None, "W4A8_NVFP4_FP8": "float8_e4m3fn-static-tensor"}
     expected = acts.get(algorithm, "float4_e2m1-dynamic-group16-e4m3")
     assert weight.spec.act == expected or str(weight.spec.act) == expected
@@ -102,18 +104,18 @@ def test_nvfp4(algorithm, tmp_path):
         assert float(weight.input_scale) == float((1 / tensors["input_scale"].double()).float())
     elif weight.spec.act is not None:
         assert torch.equal(weight.input_scale, tensors["input_scale"])
-    assert whole_again(weight, 0) and whole_again(weight, 1)
+    assert shards_make_whole(weight, 0) and shards_make_whole(weight, 1)
 
 
-def test_nvfp4_quantizes_inputs_with_modelopts_scales(tmp_path):
+def test_nvfp4_quantizes_activations_with_modelopt_scales(tmp_path):
     tensors = nvfp4()
     weight = one(tmp_path, config("NVFP4"), tensors).weight()
     x = torch.randn(4, K, generator=torch.Generator().manual_seed(2))
     found = fake_quantize(x, weight.spec.act, weight.input_scale)
     groups, scale = x.double().view(-1, 16), float(tensors["input_scale"])
-    local = (groups.abs().amax(1, keepdim=True) / 6 / scale).float().clamp(max=448).to(torch.float8_e4m3fn).double() * scale
+    block_scale = (groups.abs().amax(1, keepdim=True) / 6 / scale).float().clamp(max=448).to(torch.float8_e4m3fn).double() * scale
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
-    nearest = levels[((groups / local).abs().unsqueeze(-1) - levels).abs().argmin(-1)] * groups.sign() * local
+    nearest = levels[((groups / block_scale).abs().unsqueeze(-1) - levels).abs().argmin(-1)] * groups.sign() * block_scale
     assert torch.allclose(found.double().view(-1, 16), nearest, rtol=1e-6, atol=0)
 
 
@@ -133,7 +135,7 @@ def test_fp8(shape, tmp_path):
     assert torch.equal(found.dequantize(), product(fp8_numbers(weight), lambda r, c: float(grid[r // n, c // k])))
     acts = {"fp8_pb_wo": "None", "FP8": "float8_e4m3fn-static-tensor"}
     assert str(layer.spec.act) == acts.get(algorithm, "float8_e4m3fn-dynamic-token")
-    assert layer.format == f"modelopt {algorithm.upper()}" and whole_again(found, 0) and whole_again(found, 1)
+    assert layer.format == f"modelopt {algorithm.upper()}" and shards_make_whole(found, 0) and shards_make_whole(found, 1)
 
 
 def test_fp8_blocks_without_a_size_in_the_config(tmp_path):
@@ -146,15 +148,15 @@ def test_fp8_blocks_without_a_size_in_the_config(tmp_path):
         made("c", 64, 96, (5, 6))
 
 
-@pytest.mark.parametrize("tall", [1, 8, 32])
-def test_mxfp8_with_scales_of_rows_and_of_tiles(tall, tmp_path):
-    weight, scales = finite_fp8(N, K), random_bytes(-(-N // tall), 3, seed=6)
+@pytest.mark.parametrize("tile_rows", [1, 8, 32])
+def test_mxfp8_with_scales_per_row_and_per_tile(tile_rows, tmp_path):
+    weight, scales = finite_fp8(N, K), random_bytes(-(-N // tile_rows), 3, seed=6)
     scales[0] = torch.tensor([0, 254, 255], dtype=torch.uint8)
     layer = one(tmp_path, config("MXFP8"), {"weight": weight, "weight_scale": scales})
-    expected = product(fp8_numbers(weight), lambda n, k: e8m0(int(scales[n // tall, k // 32])))
+    expected = product(fp8_numbers(weight), lambda n, k: e8m0(int(scales[n // tile_rows, k // 32])))
     assert torch.equal(layer.weight().dequantize().nan_to_num(-7.0), expected.nan_to_num(-7.0))
-    assert layer.spec.block == (tall, 32) and str(layer.spec.act) == "float8_e4m3fn-dynamic-group32-e8m0"
-    assert whole_again(layer.weight(), 0) and whole_again(layer.weight(), 1)
+    assert layer.spec.block == (tile_rows, 32) and str(layer.spec.act) == "float8_e4m3fn-dynamic-group32-e8m0"
+    assert shards_make_whole(layer.weight(), 0) and shards_make_whole(layer.weight(), 1)
 
 
 @pytest.mark.parametrize("algorithm", ["mxfp4", "W4A8_MXFP4_FP8"])
@@ -168,7 +170,7 @@ def test_mxfp4(algorithm, tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "W4A8_AWQ"])
 @pytest.mark.parametrize("groups", [1, 3, 6])
-def test_int4_rows_in_pairs(groups, algorithm, tmp_path):
+def test_int4_row_pairs(groups, algorithm, tmp_path):
     tensors = awq(groups) | ({"input_scale": torch.tensor(0.1), "weight_scale_2": torch.tensor(9.0)} if "A8" in algorithm else {})
     weight = one(tmp_path, config(algorithm), tensors).weight()
     assert (weight.spec.weight.name, weight.spec.block) == ("uint4b8", (1, K // groups))
@@ -191,15 +193,19 @@ def test_int8(algorithm, tmp_path):
 def test_mixed_precision(tmp_path):
     fp8 = {"weight": finite_fp8(N, K), "weight_scale": torch.tensor(1.0), "input_scale": torch.tensor(1.0)}
     layers = {"m.a": nvfp4(), "m.b": fp8, "m.c": awq(), "m.gate": {"weight": torch.ones(4, 4)}}
-    said = {"m.a": {"quant_algo": "NVFP4", "group_size": 16}, "m.b": {"quant_algo": "FP8"}, "m.z": {"quant_algo": "W4A16_AWQ"}}
-    checkpoint = write(tmp_path, config("MIXED_PRECISION", quantized_layers=said), layers)
+    named = {
+        "m.a": {"quant_algo": "NVFP4", "group_size": 16},
+        "m.b": {"quant_algo": "FP8"},
+        "m.z": {"quant_algo": "W4A16_AWQ"},
+    }
+    checkpoint = write(tmp_path, config("MIXED_PRECISION", quantized_layers=named), layers)
     a, b, c = (checkpoint.layer(f"m.{x}") for x in "abc")
     assert [a.format, b.format, c.format] == ["modelopt NVFP4", "modelopt FP8", "modelopt W4A16_AWQ"]
     assert a.oddities == b.oddities == () and "does not name this layer" in c.oddities[0]
     assert checkpoint.dense_names() == ["m.gate.weight"]
 
 
-def test_what_the_side_file_adds(tmp_path):
+def test_group_size_from_the_side_file(tmp_path):
     tensors = {"m.proj": awq(1)}  # of one group, whose size could be anything: only the side file says 128
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 32}}))
     with pytest.raises(CheckpointError, match=r"weight_scale.*\[40, 3\]"):
@@ -208,18 +214,18 @@ def test_what_the_side_file_adds(tmp_path):
     assert layer.format == "modelopt W4A16_AWQ"
 
 
-def test_lists_of_what_is_left_alone_are_hints(tmp_path):
+def test_ignore_lists_are_hints(tmp_path):
     layers = {"m.gate_up": nvfp4(), "m.gate": {"weight": torch.ones(2, 2)}, "x.q": nvfp4()}
     gate_up, q = write(tmp_path, config("NVFP4", ignore=["*.gate", "x.*"]), layers).layers()
     assert gate_up.oddities == () and "not quantized" in q.oddities[0]
 
 
-# ---- an input that is multiplied -----------------------------------------------------------------------------------------
+# ---- input_multiplier (pre_quant_scale) ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", ["mo_w4a16_awq", "static"])
-def test_the_layer_multiplies_its_input(case, dtype, tmp_path):
+def test_the_layer_applies_the_input_multiplier(case, dtype, tmp_path):
     if case == "static":
         layer = one(tmp_path, config("W4A8_AWQ"), awq() | {"input_scale": torch.tensor(0.01)})
     else:
@@ -242,20 +248,22 @@ def test_the_layer_multiplies_its_input(case, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_shards_take_their_part_of_the_factors(world, tmp_path):
+def test_shards_slice_the_input_multiplier(world, tmp_path):
     weight = one(tmp_path, config("W4A16_AWQ"), awq()).weight().with_act_dtype(torch.float32)
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(0))
     whole = QuantLinear(weight, kernel="ReferenceLinearKernel")(x)
-    cut = [weight.shard(1, r, world) for r in range(world)]
-    columns = x.split([w.spec.k for w in cut], 1)
-    total = sum(QuantLinear(w, kernel="ReferenceLinearKernel")(part.contiguous()) for w, part in zip(cut, columns, strict=True))
-    assert (total - whole).abs().max() <= 1e-5 * whole.abs().max()  # float32 sums in another order
-    assert torch.equal(torch.cat([w.input_multiplier for w in cut]), weight.input_multiplier)
+    shards = [weight.shard(1, r, world) for r in range(world)]
+    columns = x.split([w.spec.k for w in shards], 1)
+    total = sum(
+        QuantLinear(w, kernel="ReferenceLinearKernel")(part.contiguous()) for w, part in zip(shards, columns, strict=True)
+    )
+    assert (total - whole).abs().max() <= 1e-5 * whole.abs().max()  # float32 accumulation in another order
+    assert torch.equal(torch.cat([w.input_multiplier for w in shards]), weight.input_multiplier)
     rows = [QuantLinear(weight.shard(0, r, world), kernel="ReferenceLinearKernel")(x) for r in range(world)]
     assert torch.allclose(torch.cat(rows, 1), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_specs_tell_whether_the_input_is_multiplied(tmp_path):
+def test_specs_have_input_multiplier(tmp_path):
     spec = one(tmp_path, config("W4A16_AWQ"), awq()).spec
     assert LinearSpec.parse(spec.key) == spec != spec.replace(input_multiplier=False)
     assert LinearSpec.parse(spec.replace(input_multiplier=False).key).input_multiplier is False
@@ -263,7 +271,7 @@ def test_specs_tell_whether_the_input_is_multiplied(tmp_path):
     assert choice.spec == spec.replace(input_multiplier=False) and choice.kernel.__name__ != "ReferenceLinearKernel"
 
 
-def test_a_weight_and_its_spec_agree_about_the_factors(tmp_path):
+def test_a_weight_and_its_spec_agree_about_input_multiplier(tmp_path):
     weight = one(tmp_path, config("W4A16_AWQ"), awq()).weight()
     for wrong in (None, torch.ones(K + 1), torch.full((K,), float("nan"))):
         with pytest.raises(WeightError, match="input_multiplier"):

@@ -1,10 +1,10 @@
-"""gpt-oss experts against a decoder that goes code by code."""
+"""gpt-oss experts against a reference that decodes one code at a time."""
 
 import json
 
 import pytest
 import torch
-from float_files import e2m1, e8m0, nibbles, product, random_bytes, whole_again
+from reference_minifloats import e2m1, e8m0, nibbles, product, random_bytes, shards_make_whole
 from safetensors.torch import save_file
 
 from bitline import CheckpointError, choose, load_model, open_checkpoint
@@ -45,10 +45,10 @@ def test_every_expert_is_a_layer(dtype, tmp_path):
         found = weight.dequantize()
         assert torch.equal(found.nan_to_num(-7.0), expected.nan_to_num(-7.0)) and torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(weight.bias, tensors[f"{STACK}_bias"][e])
-        assert whole_again(weight, 0) and whole_again(weight, 1, 5)
+        assert shards_make_whole(weight, 0) and shards_make_whole(weight, 1, 5)
 
 
-def test_experts_of_one_block_a_row_and_without_bias(tmp_path):
+def test_experts_of_one_block_per_row_without_bias(tmp_path):
     tensors = {f"{STACK}_blocks": random_bytes(1, 8, 1, 16), f"{STACK}_scales": random_bytes(1, 8, 1, below=200)}
     (layer,) = write(tmp_path, tensors).layers()
     assert layer.weight().shape == (8, 32) and choose(layer.spec, "cuda:sm90").best.verdict

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ files made field by field in plain Python, and the weights that they stand for. No code of the readers."""
+"""Reference packers of GPTQ and AWQ: one code at a time in plain Python, with no code of the readers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PLANES = {3: [(0, 2), (2, 1)], 5: [(0, 4), (4, 1)], 6: [(0, 4), (4, 2)], 7: [(0,
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-def producer_says(case, module):
-    """Whether our weight of a producer's layer is the producer's own, bit for bit."""
+def matches_producer(case, module):
+    """Whether a layer is bit-equal to its producer's own dequantization."""
     entry = EXPECTED[case][module]
     dtype = getattr(torch, entry["dtype"])
     weight = open_checkpoint(CHECKPOINTS / case).layer(module).weight()
@@ -31,58 +31,58 @@ def producer_says(case, module):
     return hashlib.sha256((found + 0.0).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() == entry["sha256"]
 
 
-def stream(codes, width):
-    """Unsigned words of one continuous little-endian bit stream."""
-    number = sum(int(code) << (i * width) for i, code in enumerate(codes))
-    return [(number >> at) & 0xFFFFFFFF for at in range(0, len(codes) * width, 32)]
+def stream(codes, bits):
+    """Codes as one continuous little-endian bit stream, in uint32."""
+    number = sum(int(code) << (i * bits) for i, code in enumerate(codes))
+    return [(number >> shift) & 0xFFFFFFFF for shift in range(0, len(codes) * bits, 32)]
 
 
-def planar(codes, width):
-    """Unsigned words of GPTQModel's planes: for 32 codes the words of each plane, the low plane first."""
-    words = []
+def planar(codes, bits):
+    """Codes in GPTQModel's bit planes, in uint32: for each 32 codes the low plane first."""
+    packed = []
     for block in range(0, len(codes), 32):
-        for shift, plane in PLANES[width]:
-            words += stream([(int(c) >> shift) & ((1 << plane) - 1) for c in codes[block : block + 32]], plane)
-    return words
+        for shift, plane in PLANES[bits]:
+            packed += stream([(int(c) >> shift) & ((1 << plane) - 1) for c in codes[block : block + 32]], plane)
+    return packed
 
 
-def interleaved(codes, width):
-    """AWQ: field i of each 8 holds column ORDER[i]."""
-    fields = [codes[block + column] for block in range(0, len(codes), 8) for column in AWQ_ORDER]
-    return stream(fields, width)
+def interleaved(codes, bits):
+    """AWQ: nibble i of each 8 holds column AWQ_ORDER[i]."""
+    reordered = [codes[block + column] for block in range(0, len(codes), 8) for column in AWQ_ORDER]
+    return stream(reordered, bits)
 
 
-def signed(rows):
-    """Rows of unsigned words as an int32 tensor."""
+def as_int32(rows):
+    """Rows of uint32 as an int32 tensor."""
     return torch.from_numpy(np.array(rows, dtype=np.uint32).view(np.int32))
 
 
-def minus_one(words, width):
-    """What GPTQ v1 stores of zero points, subtracted from whole words, borrows and all."""
-    ones = sum(1 << at for at in range(0, 32, width))
-    return [(word - ones) % (1 << 32) for word in words]
+def minus_one(packed, bits):
+    """Zero points as GPTQ v1 stores them: 1 is subtracted from every field of the uint32 at once, so fields borrow."""
+    ones = sum(1 << shift for shift in range(0, 32, bits))
+    return [(value - ones) % (1 << 32) for value in packed]
 
 
-def gptq(codes, zeros, scales, width, *, groups=None, v1=False, pack=stream):
-    """Tensors of one GPTQ layer. codes [K][N], zeros [G][N], scales float16 [G, N]; groups: g_idx to write, or None."""
+def gptq(codes, zeros, scales, bits, *, groups=None, v1=False, pack=stream):
+    """Tensors of one GPTQ layer. codes [K][N], zeros [G][N], scales float16 [G, N]; groups: the g_idx, or None."""
     columns = list(zip(*codes, strict=True))
     rows = []
     for z in zeros:
-        if v1 and 32 % width == 0:
-            rows.append(minus_one(pack(z, width), width))
+        if v1 and 32 % bits == 0:
+            rows.append(minus_one(pack(z, bits), bits))
         else:
-            rows.append(pack([(c - 1) % (1 << width) for c in z] if v1 else z, width))
-    tensors = {"qweight": signed([pack(c, width) for c in columns]).t().contiguous(), "qzeros": signed(rows), "scales": scales}
+            rows.append(pack([(c - 1) % (1 << bits) for c in z] if v1 else z, bits))
+    tensors = {"qweight": as_int32([pack(c, bits) for c in columns]).t().contiguous(), "qzeros": as_int32(rows), "scales": scales}
     if groups is not None:
         tensors["g_idx"] = torch.tensor(groups, dtype=torch.int32)
     return tensors
 
 
-def awq(codes, zeros, scales, width=4, pack=interleaved):
-    """Tensors of one AWQ gemm layer; zeros None leaves qzeros out."""
-    tensors = {"qweight": signed([pack(row, width) for row in codes]), "scales": scales}
+def awq(codes, zeros, scales, bits=4, pack=interleaved):
+    """Tensors of one AWQ gemm layer; zeros None omits qzeros."""
+    tensors = {"qweight": as_int32([pack(row, bits) for row in codes]), "scales": scales}
     if zeros is not None:
-        tensors["qzeros"] = signed([pack(row, width) for row in zeros])
+        tensors["qzeros"] = as_int32([pack(row, bits) for row in zeros])
     return tensors
 
 
@@ -96,10 +96,10 @@ def values(codes, zeros, scales, groups):
     return torch.from_numpy(weight)
 
 
-def random_layer(k, n, groups, width, seed=0, dtype=torch.float16):
-    """Codes [k][n], zeros [groups][n] with many zeros of 0 and of the largest value, scales [groups, n]."""
+def random_layer(k, n, groups, bits, seed=0, dtype=torch.float16):
+    """Codes [k][n], zero points [groups][n] with many 0 and many of the largest value, scales [groups, n]."""
     rng = np.random.default_rng(seed)
-    top = (1 << width) - 1
+    top = (1 << bits) - 1
     zeros = rng.integers(0, top + 1, (groups, n))
     zeros[rng.random((groups, n)) < 0.3] = 0
     zeros[rng.random((groups, n)) < 0.1] = top

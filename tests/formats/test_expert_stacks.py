@@ -1,9 +1,9 @@
-"""Experts stacked in one tensor: each is a layer, equal to the same layer in tensors of its own."""
+"""Experts stacked in one tensor: each is a layer, equal to the same layer stored as a module."""
 
 import pytest
 import torch
-from float_files import finite_fp8, random_bytes
 from producers import one, write
+from reference_minifloats import finite_fp8, random_bytes
 
 from bitline import CheckpointError
 from bitline.formats.common.expert_stacks import ExpertStacks
@@ -15,7 +15,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FBGEMM = {"quant_method": "fbgemm_fp8"}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
 MO_FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
-WORDS = {"quant_method": "compressed-tensors", "format": "pack-quantized", "version": "0.20.0", "config_groups": {"g": {
+PACK_QUANTIZED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "version": "0.20.0", "config_groups": {"g": {
     "targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32, "strategy": "group"}}}}  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def nvfp4():
     }  # fmt: skip
 
 
-def words():
+def pack_quantized():
     g = torch.Generator().manual_seed(2)
     return {
         "weight_packed": torch.randint(-(1 << 31), 1 << 31, (E, N, K // 8), generator=g).int(),
@@ -43,10 +43,12 @@ def words():
 
 
 def zeros(bits):
-    """WORDS or bytes with zero points, which differ from expert to expert."""
+    """pack-quantized or int-quantized weights with zero points, which differ from expert to expert."""
     g = torch.Generator().manual_seed(3)
     if bits == 4:
-        return words() | {"weight_zero_point": torch.randint(-(1 << 31), 1 << 31, (E, N // 8, K // 32), generator=g).int()}
+        return pack_quantized() | {
+            "weight_zero_point": torch.randint(-(1 << 31), 1 << 31, (E, N // 8, K // 32), generator=g).int()
+        }
     return {
         "weight": torch.randint(-128, 128, (E, N, K), generator=g).to(torch.int8), "weight_scale": rand(E, N, 1),
         "weight_zero_point": torch.randint(-128, 128, (E, N, 1), generator=g).to(torch.int8),
@@ -58,10 +60,10 @@ def asymmetric(bits):
         {"group_size": 32, "strategy": "group"} if bits == 4 else {"strategy": "channel"}
     )
     kind = "pack-quantized" if bits == 4 else "int-quantized"
-    return WORDS | {"format": kind, "config_groups": {"g": {"targets": ["Linear"], "weights": scheme}}}
+    return PACK_QUANTIZED | {"format": kind, "config_groups": {"g": {"targets": ["Linear"], "weights": scheme}}}
 
 
-CASES = {  # config, parts of a module, names of the parts beside the stack's own
+CASES = {  # config, tensors of a module, suffixes of the same tensors of a stacked parameter
     "blocks": (FP8 | {"weight_block_size": [16, 32]}, {"weight": weights(), "weight_scale_inv": rand(E, 2, 2)},
                {"weight_scale_inv": "_scale_inv"}),
     "static": (FP8 | {"activation_scheme": "static"},
@@ -72,14 +74,14 @@ CASES = {  # config, parts of a module, names of the parts beside the stack's ow
     "modelopt fp8": (MO_FP8, {"weight": weights(), "weight_scale": rand(E), "input_scale": rand(1)},
                      {"weight_scale": "_weight_scale", "input_scale": "_input_scale"}),
     "modelopt nvfp4": (NVFP4, nvfp4(), {s: f"_{s}" for s in ("weight_scale", "weight_scale_2", "input_scale")}),
-    "packed": (WORDS, words(), None),
+    "packed": (PACK_QUANTIZED, pack_quantized(), None),
     "packed zeros": (asymmetric(4), zeros(4), None),
     "int8 zeros": (asymmetric(8), zeros(8), None),
 }  # fmt: skip
 
 
-def alone(parts, e):
-    """The tensors of one expert as a module of its own."""
+def as_module(parts, e):
+    """The tensors of one expert as a module."""
     out = {}
     for name, part in parts.items():
         out[name] = part[e] if part.shape[:1] == (E,) and name != "weight_shape" else part
@@ -111,29 +113,29 @@ def test_each_expert_is_a_layer(case, own, tmp_path):
     assert [layer.name for layer in layers] == [f"{STACK}.{e}" for e in range(E)] and checkpoint.dense_names() == []
     assert set(layers[0].tensors) == set(stacked)
     for e, layer in enumerate(layers):
-        same(layer, one(tmp_path / f"{e}", config, alone(parts, e)))
+        same(layer, one(tmp_path / f"{e}", config, as_module(parts, e)))
 
 
 @pytest.mark.parametrize(
-    ("case", "model", "turned"),
+    ("case", "model", "transposed"),
     [
         ("fbgemm", "llama", ("weight",)),  # [E, in, out] and scales [E, out, 1]
-        ("modelopt nvfp4", "llama", ("weight", "weight_scale")),  # only one way round fits
-        ("modelopt fp8", "llama4_text", ("weight",)),  # one number for all: only the model's type tells
+        ("modelopt nvfp4", "llama", ("weight", "weight_scale")),  # only one orientation fits
+        ("modelopt fp8", "llama4_text", ("weight",)),  # a shared scale: only the model's type tells
     ],
 )
-def test_transposed_stacks(case, model, turned, tmp_path):
+def test_transposed_stacks(case, model, transposed, tmp_path):
     config, parts, names = CASES[case]
-    turn = lambda t, name: t.view(torch.uint8).transpose(1, 2).contiguous().view(t.dtype) if name in turned else t
-    stacked = {STACK: turn(parts["weight"], "weight")}
-    stacked |= {STACK + name: turn(parts[suffix], suffix) for suffix, name in names.items()}
+    stored = lambda t, name: t.view(torch.uint8).transpose(1, 2).contiguous().view(t.dtype) if name in transposed else t
+    stacked = {STACK: stored(parts["weight"], "weight")}
+    stacked |= {STACK + name: stored(parts[suffix], suffix) for suffix, name in names.items()}
     folder = tmp_path / "stack"
     checkpoint = write(folder, config, {}, modules=stacked, model=model)
     for e, layer in enumerate(checkpoint.layers()):
-        same(layer, one(tmp_path / f"{e}", config, alone(parts, e)))
+        same(layer, one(tmp_path / f"{e}", config, as_module(parts, e)))
 
 
-def test_scales_that_are_not_stacked_are_no_scales_of_a_stack(tmp_path):
+def test_unstacked_scales_beside_a_stack_are_refused(tmp_path):
     tensors = {STACK: weights(), STACK + "_scale_inv": rand(2, 2)}
     with pytest.raises(CheckpointError, match=r"(?s)does not account for|not the matrix"):
         write(tmp_path, FP8 | {"weight_block_size": [16, 32]}, {}, modules=tensors).layers()
@@ -141,11 +143,11 @@ def test_scales_that_are_not_stacked_are_no_scales_of_a_stack(tmp_path):
 
 def test_a_square_stack_of_a_transposing_model_is_refused(tmp_path):
     tensors = {STACK: finite_fp8(E, N, N), STACK + "_scale": rand(E, N, 1)}
-    with pytest.raises(CheckpointError, match="cannot be told which side is the input"):
+    with pytest.raises(CheckpointError, match="input dimension is ambiguous"):
         write(tmp_path, FBGEMM, {}, modules=tensors, model="llama4").layers()
 
 
-def test_the_rest_of_a_source_is_as_it_was(tmp_path):
+def test_other_tensors_are_unchanged(tmp_path):
     tensors = {STACK: weights(), STACK + "_scale_inv": rand(E), "norm.weight": rand(K)}
     source = write(tmp_path, FP8, {}, modules=tensors).source
     stacks = ExpertStacks(source, (torch.float8_e4m3fn,))
@@ -166,5 +168,5 @@ def test_the_rest_of_a_source_is_as_it_was(tmp_path):
         (["lm_head"], "language_model.lm_head", 0), ([], "x", None),
     ],
 )  # fmt: skip
-def test_names_of_one_module(names, module, found):
+def test_module_name_aliases(names, module, found):
     assert ByModuleName({name: i for i, name in enumerate(names)}).find(module) == found

@@ -1,4 +1,4 @@
-"""safetensors files that lie, in every way that a header, an index or a config can."""
+"""Invalid safetensors files: every way in which a header, an index or a config can be wrong."""
 
 import json
 import struct
@@ -45,7 +45,7 @@ def test_every_dtype_round_trips(tmp_path):
             assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
 
 
-def test_reading_maps_the_file_and_writing_does_not_reach_it(tmp_path):
+def test_writes_to_a_read_tensor_never_reach_the_file(tmp_path):
     save_file({"a": torch.zeros(1000), "b": torch.ones(1000)}, tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
     with warnings.catch_warnings():
@@ -57,7 +57,7 @@ def test_reading_maps_the_file_and_writing_does_not_reach_it(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
-def test_a_file_larger_than_what_is_read_costs_no_memory(tmp_path):
+def test_a_mapped_file_takes_no_memory_until_it_is_read(tmp_path):
     def resident():
         fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
         return int(fields["VmRSS"].split()[0]) * 1024
@@ -112,7 +112,7 @@ DAMAGED = {
     "offsets backwards": ({"a": entry(offsets=(8, 0))}, None, "data_offsets"),
     "negative offset": ({"a": entry(offsets=(-8, 0))}, None, "data_offsets"),
     "more bytes than the shape": ({"a": entry("F16")}, None, "8 bytes.*4 for F16"),
-    "past the end": ({"a": entry(), "b": entry(offsets=(8, 16))}, None, "cut short"),
+    "past the end": ({"a": entry(), "b": entry(offsets=(8, 16))}, None, "truncated"),
     "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, None, "overlaps a"),
     "gap": ({"a": entry(), "b": entry(offsets=(12, 20))}, None, "gap after a"),
     "starts late": ({"a": entry(offsets=(8, 16))}, None, "gap after the header"),
@@ -138,7 +138,7 @@ def test_damaged_files(case, tmp_path):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_changed_byte_is_read_or_refused_and_nothing_else(tmp_path, data):
+def test_a_changed_byte_is_read_or_refused(tmp_path, data):
     file = tmp_path / "model.safetensors"
     good = raw(file, {"__metadata__": {"f": "pt"}, "a": entry(), "b": entry("I32", (1, 2), (8, 16))}, bytes(16)).read_bytes()
     bad = bytearray(good)
@@ -177,7 +177,7 @@ def sharded(folder, weight_map=None, metadata=None):
 
 def test_shards_by_index_and_without(tmp_path):
     source = SafetensorsSource(sharded(tmp_path))
-    assert list(source.tensors) == ["a", "extra", "b"]  # what the index leaves out is there all the same
+    assert list(source.tensors) == ["a", "extra", "b"]  # tensors that the index omits are kept
     assert source.read("b").tolist() == [1, 1]
     (tmp_path / "model.safetensors.index.json").unlink()
     assert list(SafetensorsSource(tmp_path).tensors) == ["a", "extra", "b"]
@@ -186,7 +186,7 @@ def test_shards_by_index_and_without(tmp_path):
         SafetensorsSource(tmp_path)
 
 
-def test_links_are_followed_wherever_they_lead(tmp_path):
+def test_links_may_point_outside_the_folder(tmp_path):
     (tmp_path / "blobs").mkdir()
     folder = sharded(tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()
@@ -257,7 +257,7 @@ def test_pickles_are_never_loaded(name, tmp_path):
     ],
     ids=["empty", "list", "null", "deep list", "deep object", "two meanings", "large", "utf-16"],
 )  # fmt: skip
-def test_configs_that_are_none(text, message, tmp_path):
+def test_invalid_configs(text, message, tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -265,7 +265,7 @@ def test_configs_that_are_none(text, message, tmp_path):
     assert caught.value.file == str(tmp_path / "config.json")
 
 
-def test_configs_that_real_tools_write(tmp_path):
+def test_configs_written_by_real_tools(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes('\ufeff{"limit": [0.0, Infinity], "x": 1, "x": 1}'.encode())
     assert SafetensorsSource(tmp_path / "model.safetensors").config == {"limit": [0.0, float("inf")], "x": 1}

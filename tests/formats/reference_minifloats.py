@@ -1,4 +1,4 @@
-"""What the tests of fp8, ModelOpt and gpt-oss share: minifloats decoded bit by bit, and the producers' own weights."""
+"""Reference decoders of minifloats, one code at a time, and the producers' own weights of fp8, ModelOpt and gpt-oss."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import torch
-from slow_words import write
+from reference_packers import write
 
 from bitline import open_checkpoint
 
@@ -15,8 +15,8 @@ EXPECTED = json.loads((CHECKPOINTS / "expected_fp8_modelopt.json").read_text())
 CASES = [(c, m) for c, modules in EXPECTED.items() for m in modules]
 
 
-def producer_says(case, module):
-    """Whether our weight of a producer's layer is the producer's own, bit for bit."""
+def matches_producer(case, module):
+    """Whether a layer is bit-equal to its producer's own dequantization."""
     entry = EXPECTED[case][module]
     found = open_checkpoint(CHECKPOINTS / case).layer(module).weight().dequantize(getattr(torch, entry["dtype"]))
     return hashlib.sha256((found + 0.0).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() == entry["sha256"]
@@ -59,8 +59,8 @@ def finite_fp8(*shape, seed=0, dtype=torch.float8_e4m3fn):
 
 
 def nibbles(row):
-    """The codes of a row of bytes, the low half first."""
-    return [half for byte in row for half in (byte & 15, byte >> 4)]
+    """The codes of a row of bytes, the low nibble first."""
+    return [nibble for byte in row for nibble in (byte & 15, byte >> 4)]
 
 
 def product(codes, scale):
@@ -71,12 +71,12 @@ def product(codes, scale):
 
 
 def one(folder, config, tensors, **how):
-    """The one layer of a checkpoint with these tensors."""
+    """The only layer of a checkpoint with these tensors."""
     (layer,) = write(folder, config, {"m.proj": tensors}, **how).layers()
     return layer
 
 
-def whole_again(weight, dim, world=3):
-    """Whether the shards' dequantized weights make the whole, NaN included."""
-    parts = torch.cat([weight.shard(dim, rank, world).dequantize() for rank in range(world)], dim)
-    return torch.equal(parts.nan_to_num(nan=-77.0), weight.dequantize().nan_to_num(nan=-77.0))
+def shards_make_whole(weight, dim, world=3):
+    """Whether the dequantized shards concatenate to the whole, NaN included."""
+    joined = torch.cat([weight.shard(dim, rank, world).dequantize() for rank in range(world)], dim)
+    return torch.equal(joined.nan_to_num(nan=-77.0), weight.dequantize().nan_to_num(nan=-77.0))
