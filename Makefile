@@ -13,10 +13,10 @@ run: .venv/run
 	$(BIN)/bitline run smollm2 --chat --prompt "$(PROMPT)"
 
 test: .venv/test
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto $(SPLIT)
 
-test-all: .venv/test
-	$(BIN)/python -m pytest -n auto -m "exhaustive or not exhaustive" $(SPLIT)
+test-all: test
+	$(BIN)/python -m pytest -n auto -m exhaustive $(SPLIT)
 
 lint: .venv/test
 	$(BIN)/ruff check src tests benchmarks fuzz
