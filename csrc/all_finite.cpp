@@ -19,8 +19,8 @@ const AllFiniteKernels& kernels() {
 
 using namespace bitline;
 
-// 1: all n numbers at x are finite; 0: some are not. itemsize: bytes of a number (1, 2 or 4), to which x is aligned. exponent: the
-// first bit pattern that is not finite (0x7C00 float16, 0x7F80 bfloat16, 0x7F800000 float32, 0x7F E4M3FN, 0x7C E5M2).
+// 1: all n numbers at x are finite; 0: some are not. itemsize: bytes of a number (1, 2 or 4), to which x is aligned. exponent:
+// the first bit pattern that is not finite (0x7C00 float16, 0x7F80 bfloat16, 0x7F800000 float32, 0x7F E4M3FN, 0x7C E5M2).
 BITLINE_EXPORT int bitline_all_finite(const void* x, int64_t n, int itemsize, uint32_t exponent) {
   const AllFiniteKernels& k = kernels();
   int found_non_finite = 0;

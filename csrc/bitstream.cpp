@@ -42,8 +42,8 @@ BITLINE_EXPORT void bitline_pack_codes(const uint8_t* src, int64_t stride, int64
 
 // Gather columns index [count] of packed rows of k columns: dst uint8 [rows, row_bytes(count, bits)], packed. bits: 1 to 8.
 // Returns 0; -1: an index is outside [0, k); -2: no memory.
-BITLINE_EXPORT int bitline_take_columns(const uint8_t* src, int64_t stride, int64_t rows, int64_t k, int bits, const int64_t* index,
-                                        int64_t count, uint8_t* dst) {
+BITLINE_EXPORT int bitline_take_columns(const uint8_t* src, int64_t stride, int64_t rows, int64_t k, int bits,
+                                        const int64_t* index, int64_t count, uint8_t* dst) {
   for (int64_t i = 0; i < count; ++i)
     if (index[i] < 0 || index[i] >= k) return -1;
   const BitstreamKernels& kernels = bitstream();

@@ -10,7 +10,8 @@ namespace bitline {
 namespace {
 
 const DecodeKernels& decode_kernels() {
-  static constexpr const DecodeKernels* by_level[kNumLevels] = {&portable::decode_kernels, BITLINE_AVX2_KERNELS(&avx2::decode_kernels),
+  static constexpr const DecodeKernels* by_level[kNumLevels] = {&portable::decode_kernels,
+                                                                BITLINE_AVX2_KERNELS(&avx2::decode_kernels),
                                                                 BITLINE_AVX512_KERNELS(&avx512::decode_kernels), nullptr};
   return dispatch(by_level);
 }
@@ -30,7 +31,8 @@ constexpr int64_t kSerialAttention = 1 << 15;  // key elements that one thread r
 using namespace bitline;
 
 // y = weight * bf16(x / sqrt(mean(x^2) + epsilon)) for each of m rows of n bfloat16 numbers.
-BITLINE_EXPORT void bitline_rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* y, int64_t m, int64_t n, double epsilon) {
+BITLINE_EXPORT void bitline_rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* y, int64_t m, int64_t n,
+                                     double epsilon) {
   const DecodeKernels& kernels = decode_kernels();
   for (int64_t i = 0; i < m; ++i) kernels.rms_norm(x + i * n, weight, y + i * n, n, float(epsilon));
 }
@@ -40,10 +42,11 @@ BITLINE_EXPORT void bitline_silu_and_mul(const uint16_t* gate, const uint16_t* u
   decode_kernels().silu_and_mul(gate, up, y, n);
 }
 
-// One token's attention in one layer (flash-decoding: KV splits are attended in parallel, then reduced). qkv: queries
-// [kv_heads * q_per_kv][head_dim], then keys and values [kv_heads][head_dim], bfloat16, before RoPE. cos, sin: [head_dim]. Key and value
+// One token's attention in one layer (flash-decoding: KV splits are attended in parallel, then reduced). qkv: queries [kv_heads
+// * q_per_kv][head_dim], then keys and values [kv_heads][head_dim], bfloat16, before RoPE. cos, sin: [head_dim]. Key and value
 // are written to `position` of the KV cache keys, values [kv_heads][capacity][head_dim]; the queries then attend to positions
-// [0, position]. y [kv_heads * q_per_kv][head_dim]. head_dim: a multiple of 16 up to 256. Returns 0; -2: no memory; -4: other sizes.
+// [0, position]. y [kv_heads * q_per_kv][head_dim]. head_dim: a multiple of 16 up to 256. Returns 0; -2: no memory; -4: other
+// sizes.
 BITLINE_EXPORT int bitline_decode_attention(const uint16_t* qkv, const uint16_t* cos, const uint16_t* sin, uint16_t* keys,
                                             uint16_t* values, uint16_t* y, int64_t kv_heads, int64_t q_per_kv, int64_t head_dim,
                                             int64_t capacity, int64_t position, double scale) {
@@ -65,7 +68,8 @@ BITLINE_EXPORT int bitline_decode_attention(const uint16_t* qkv, const uint16_t*
   const Attention attention{queries, keys, values, capacity, length, q_per_kv, head_dim, float(scale)};
   const auto task = [&](int64_t i) {
     const int64_t kv_head = i / splits, begin = i % splits * kKvSplit;
-    kernels.attend_split(attention, kv_head, begin, length < begin + kKvSplit ? length : begin + kKvSplit, partials + i * partial_floats);
+    const int64_t end = length < begin + kKvSplit ? length : begin + kKvSplit;
+    kernels.attend_split(attention, kv_head, begin, end, partials + i * partial_floats);
   };
   if (kv_heads * q_per_kv * length * head_dim <= kSerialAttention) {
     for (int64_t i = 0; i < kv_heads * splits; ++i) task(i);
@@ -90,8 +94,9 @@ BITLINE_EXPORT int bitline_gemv_bf16(const uint16_t* x, const uint16_t* w, uint1
   return 0;
 }
 
-// One token through a decoder layer: norm, attention and o_proj, norm, gated MLP, with both residual connections. Returns 0; -2: no
-// memory; -3: no kernel at this ISA level; -4: the weights are not of these sizes. On errors y and `position` of the KV cache are garbage.
+// One token through a decoder layer: norm, attention and o_proj, norm, gated MLP, with both residual connections. Returns 0;
+// -2: no memory; -3: no kernel at this ISA level; -4: the weights are not of these sizes. On errors y and `position` of the KV
+// cache are garbage.
 BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double input_epsilon, double post_attention_epsilon,
                                         double qk_epsilon) {
   const DecoderLayer& l = *static_cast<const DecoderLayer*>(layer);
@@ -108,19 +113,21 @@ BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double 
   uint16_t *attended = qkv + q_size + 2 * kv_size, *normed = attended + q_size, *residual = normed + hidden;
   uint16_t *gate_up = residual + hidden, *activated = gate_up + 2 * intermediate;
   kernels.rms_norm(l.x, l.input_norm, normed, hidden, float(input_epsilon));
-  if (const int failed = bitline_fused_gemv(normed, hidden, l.q, l.q_bias, l.k, l.k_bias, l.v, l.v_bias, qkv, kBFloat16)) return failed;
+  if (const int failed = bitline_fused_gemv(normed, hidden, l.q, l.q_bias, l.k, l.k_bias, l.v, l.v_bias, qkv, kBFloat16))
+    return failed;
   if (l.q_norm != nullptr && l.k_norm != nullptr) {
     bitline_rms_norm(qkv, l.q_norm, qkv, l.kv_heads * l.q_per_kv, l.head_dim, qk_epsilon);
     bitline_rms_norm(qkv + q_size, l.k_norm, qkv + q_size, l.kv_heads, l.head_dim, qk_epsilon);
   }
-  if (const int failed = bitline_decode_attention(qkv, l.cos, l.sin, l.keys, l.values, attended, l.kv_heads, l.q_per_kv, l.head_dim,
-                                                  l.capacity, l.position, scale))
+  if (const int failed = bitline_decode_attention(qkv, l.cos, l.sin, l.keys, l.values, attended, l.kv_heads, l.q_per_kv,
+                                                  l.head_dim, l.capacity, l.position, scale))
     return failed;
   uint16_t* projected = normed;
   if (const int failed = bitline_gemm(attended, 1, l.o, l.o_bias, projected, kBFloat16)) return failed;
   kernels.add(l.x, projected, residual, hidden);
   kernels.rms_norm(residual, l.post_attention_norm, normed, hidden, float(post_attention_epsilon));
-  if (const int failed = bitline_fused_gemv(normed, hidden, l.gate, l.gate_bias, l.up, l.up_bias, nullptr, nullptr, gate_up, kBFloat16))
+  if (const int failed = bitline_fused_gemv(normed, hidden, l.gate, l.gate_bias, l.up, l.up_bias, nullptr, nullptr, gate_up,
+                                            kBFloat16))
     return failed;
   kernels.silu_and_mul(gate_up, gate_up + intermediate, activated, intermediate);
   if (const int failed = bitline_gemm(activated, 1, l.down, l.down_bias, projected, kBFloat16)) return failed;

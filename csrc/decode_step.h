@@ -14,8 +14,8 @@ struct Attention {
   float scale;
 };
 
-// One token through a decoder layer: bfloat16 vectors, and packed weights (packed_weight.h) with their biases. q_norm, k_norm and biases
-// may be null. Python fills it as an array of 64-bit integers in this order (model/decode_step.py).
+// One token through a decoder layer: bfloat16 vectors, and packed weights (packed_weight.h) with their biases. q_norm, k_norm
+// and biases may be null. Python fills it as an array of 64-bit integers in this order (model/decode_step.py).
 struct DecoderLayer {
   const uint16_t* x;  // [hidden]
   uint16_t* y;
@@ -39,8 +39,8 @@ struct DecodeKernels {
   void (*add)(const uint16_t* a, const uint16_t* b, uint16_t* y, int64_t n);
   // RoPE: y = bf16(x * cos) + bf16(rotate_half(x) * sin) for each head
   void (*rope)(const uint16_t* x, const uint16_t* cos, const uint16_t* sin, uint16_t* y, int64_t heads, int64_t head_dim);
-  // Split-KV attention over positions [begin, end) of one KV head. partial, for each of its query heads: the largest score, the sum of
-  // exp(score - largest), and the values weighted with those, 2 + head_dim floats.
+  // Split-KV attention over positions [begin, end) of one KV head. partial, for each of its query heads: the largest score, the
+  // sum of exp(score - largest), and the values weighted with those, 2 + head_dim floats.
   void (*attend_split)(const Attention& a, int64_t kv_head, int64_t begin, int64_t end, float* partial);
   // Reduce one query head's partials of all splits, `stride` floats apart.
   void (*reduce_splits)(const float* partials, int64_t splits, int64_t stride, int64_t head_dim, uint16_t* y);

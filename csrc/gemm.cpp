@@ -50,8 +50,8 @@ void set_act_tensor_scale(const PackedHeader& w, const GemmKernels& kernels, Gem
   if (!finite) c.act_tensor_scale = __builtin_nanf("");
 }
 
-// Partitions of the N blocks, one task each. Small M: a few long ones for each thread, of equal length if possible. Large M: many, so
-// that a thread which the OS preempts leaves its rest to the others.
+// Partitions of the N blocks, one task each. Small M: a few long ones for each thread, of equal length if possible. Large M:
+// many, so that a thread which the OS preempts leaves its rest to the others.
 int64_t num_n_partitions(int64_t blocks, int64_t m) {
   const int64_t team = num_threads();
   if (m > kMaxTileM) return blocks < 16 * team ? blocks : 16 * team;
@@ -63,8 +63,8 @@ int64_t num_n_partitions(int64_t blocks, int64_t m) {
   return best;
 }
 
-// Partitions of the M tiles: so that a layer of few N blocks has enough tasks, and so that a chunk of packed activations stays in L2
-// while the N blocks go by, where W is dequantized for each M tile anyway (1000 x 4304, M=1024: 10.6 to 10.2 ms).
+// Partitions of the M tiles: so that a layer of few N blocks has enough tasks, and so that a chunk of packed activations stays
+// in L2 while the N blocks go by, where W is dequantized for each M tile anyway (1000 x 4304, M=1024: 10.6 to 10.2 ms).
 int64_t num_m_partitions(const GemmCall& c, int64_t n_partitions, int64_t tiles) {
   const int64_t wanted = (16 * num_threads() + n_partitions - 1) / n_partitions, most = tiles / 4;
   const int64_t partitions = most < 2 || wanted < 2 ? 1 : wanted < most ? wanted : most;
@@ -76,7 +76,8 @@ int64_t num_m_partitions(const GemmCall& c, int64_t n_partitions, int64_t tiles)
 // Whether x is read where it lies: one bfloat16 row whose columns are the packed columns.
 bool reads_x_in_place(const GemmCall& c) {
   const PackedHeader& w = *c.w;
-  return c.m == 1 && c.compute == kComputeBF16 && w.act_quant == kActNone && !w.column_map && w.k_packed == w.k && w.offset_type == kNone;
+  const bool same_columns = !w.column_map && w.k_packed == w.k;
+  return c.m == 1 && c.compute == kComputeBF16 && w.act_quant == kActNone && same_columns && w.offset_type == kNone;
 }
 
 // Places the call's buffers in `workspace`, unless that is null, with pack_activations' scratch at the end. Returns their bytes.
@@ -184,10 +185,11 @@ BITLINE_EXPORT int bitline_gemm(const void* x, int64_t m, const void* packed, co
   return 0;
 }
 
-// x [k] @ W.T for two or three packed weights of k columns in one parallel loop, as for q, k, v or gate, up; w2 and bias2 may be null.
-// y: the results one after another, each bit-equal to bitline_gemm's. Returns as bitline_gemm; -4: a weight has not k columns.
-BITLINE_EXPORT int bitline_fused_gemv(const void* x, int64_t k, const void* w0, const void* bias0, const void* w1, const void* bias1,
-                                      const void* w2, const void* bias2, void* y, int dtype) {
+// x [k] @ W.T for two or three packed weights of k columns in one parallel loop, as for q, k, v or gate, up; w2 and bias2 may
+// be null. y: the results one after another, each bit-equal to bitline_gemm's. Returns as bitline_gemm; -4: a weight has not k
+// columns.
+BITLINE_EXPORT int bitline_fused_gemv(const void* x, int64_t k, const void* w0, const void* bias0, const void* w1,
+                                      const void* bias1, const void* w2, const void* bias2, void* y, int dtype) {
   const GemmKernels* kernels = gemm_kernels();
   const void *const packed[] = {w0, w1, w2}, *const bias[] = {bias0, bias1, bias2};
   const int count = w2 == nullptr ? 2 : 3;

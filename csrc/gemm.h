@@ -8,7 +8,8 @@
 namespace bitline {
 
 constexpr int kMaxTileM = 12;  // rows of x in a register tile
-// Two-level accumulation: after this many groups the float32 accumulators are promoted to outer ones, which bounds rounding errors.
+// Two-level accumulation: after this many groups the float32 accumulators are promoted to outer ones, which bounds rounding
+// errors.
 constexpr int kPromoteGroups = 16;
 constexpr int64_t kPanelBytes = 1 << 14;  // of dequantized weights; with a tile of x it fits L1
 
@@ -27,7 +28,7 @@ struct GemmCall {
   Dtype dtype;
   ComputeType compute;
   int64_t row_int32;         // int32 of one packed row of x
-  bool use_panel;            // dequantize panels of W into cache, each once for all M tiles; else in registers, anew for each M tile
+  bool use_panel;            // dequantize W into a panel in cache, once for all M tiles; else in registers, for each M tile
   const uint32_t* x_packed;
   const float* x_group_sums; // where W has offsets: x summed over each group, in x_packed's order of tiles
   const int32_t* acc_init;   // kComputeInt8: initial accumulators, -implicit_zero * that sum
@@ -62,8 +63,8 @@ inline void act_quant_params(const PackedHeader& w, float low, float high, float
 }
 
 struct GemmKernels {
-  // N blocks [first, last) of y, for the call's M tiles. panel: kPanelBytes; acc: where c.use_panel, 64 floats per row. Both 64-byte
-  // aligned.
+  // N blocks [first, last) of y, for the call's M tiles. panel: kPanelBytes; acc: where c.use_panel, 64 floats per row. Both
+  // 64-byte aligned.
   void (*compute_blocks)(const GemmCall& c, int64_t first, int64_t last, uint32_t* panel, float* acc);
   // Fill x_packed, x_group_sums, acc_init and act_scale of one M tile. scratch: 14 rows of k_packed floats.
   void (*pack_activations)(const GemmCall& c, int64_t m_tile, float* scratch);
@@ -81,5 +82,5 @@ BITLINE_AVX512(namespace avx512 { extern const GemmKernels gemm_kernels; })
 
 // Defined in gemm.cpp, which documents them; also called by torch_op.cpp and decode_step.cpp.
 BITLINE_EXPORT int bitline_gemm(const void* x, int64_t m, const void* packed, const void* bias, void* y, int dtype);
-BITLINE_EXPORT int bitline_fused_gemv(const void* x, int64_t k, const void* w0, const void* bias0, const void* w1, const void* bias1,
-                                      const void* w2, const void* bias2, void* y, int dtype);
+BITLINE_EXPORT int bitline_fused_gemv(const void* x, int64_t k, const void* w0, const void* bias0, const void* w1,
+                                      const void* bias1, const void* w2, const void* bias2, void* y, int dtype);

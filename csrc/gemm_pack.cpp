@@ -100,9 +100,9 @@ void copy_edge(const CanonicalCodes& s, int64_t first_row, int64_t rows, int64_t
 
 using namespace bitline;
 
-// Write the codes of a packed weight whose header is there. src: n rows, `stride` bytes apart, of k codes of `bits` bits, each XORed
-// with `flip`. columns: the source column of each packed column, -1 for padding; null: packed columns are the source columns.
-// The whole section is written, zero past n and k. Returns 0; -2: no memory.
+// Write the codes of a packed weight whose header is there. src: n rows, `stride` bytes apart, of k codes of `bits` bits, each
+// XORed with `flip`. columns: the source column of each packed column, -1 for padding; null: packed columns are the source
+// columns. The whole section is written, zero past n and k. Returns 0; -2: no memory.
 BITLINE_EXPORT int bitline_gemm_pack_codes(const uint8_t* src, int64_t stride, int bits, int flip, const int32_t* columns,
                                            void* packed) {
   const PackedHeader& w = *static_cast<const PackedHeader*>(packed);
@@ -143,8 +143,8 @@ BITLINE_EXPORT int bitline_gemm_pack_codes(const uint8_t* src, int64_t stride, i
   return failed;
 }
 
-// dst [n_pad / 32][count][32] = src[(row + row_offset) / rows_per_scale][index[j]], elements of 1, 2 or 4 bytes; rows past n are zero.
-// The stride is in elements; n_pad is a multiple of 32.
+// dst [n_pad / 32][count][32] = src[(row + row_offset) / rows_per_scale][index[j]], elements of 1, 2 or 4 bytes; rows past n
+// are zero. The stride is in elements; n_pad is a multiple of 32.
 BITLINE_EXPORT void bitline_gemm_pack_scales(const void* src, int64_t stride, int itemsize, int64_t n, int64_t rows_per_scale,
                                              int64_t row_offset, const int64_t* index, int64_t count, int64_t n_pad, void* dst) {
   const auto fill = [=](auto* out, const auto* in, int64_t block) {

@@ -24,9 +24,9 @@ using namespace bitline;
 // Rows of num_blocks GGUF blocks (block_bytes bytes, block_codes codes each), `stride` bytes apart, to packed rows
 // uint8 [rows, row_bytes(num_blocks * block_codes, bits)]. planes: BitPlane [num_planes], together `bits` (1 to 8) bits.
 // zero_code: a code that becomes 0, or -1. Returns 0; -2: no memory.
-BITLINE_EXPORT int bitline_repack_gguf_blocks(const uint8_t* src, int64_t stride, int64_t rows, int64_t num_blocks, int64_t block_bytes,
-                                              int64_t block_codes, const void* planes, int64_t num_planes, int bits, int zero_code,
-                                              uint8_t* dst) {
+BITLINE_EXPORT int bitline_repack_gguf_blocks(const uint8_t* src, int64_t stride, int64_t rows, int64_t num_blocks,
+                                              int64_t block_bytes, int64_t block_codes, const void* planes,
+                                              int64_t num_planes, int bits, int zero_code, uint8_t* dst) {
   const BitPlane* bit_planes = static_cast<const BitPlane*>(planes);
   const int64_t k = num_blocks * block_codes, row = row_bytes(k, bits), grain = k < (1 << 17) ? (1 << 17) / (k + 1) + 1 : 1;
   const auto unpack = kernels().unpack;

@@ -5,8 +5,9 @@
 
 namespace bitline {
 
-// One plane of a block: bytes from `byte_offset` on, in runs of run_bytes (8, 16, 32 or 64). Code (f * run_bytes + i) of a run has
-// bit field f of byte i, of `bits` (1, 2, 4 or 8) bits, at bit `shift` of the code. int32 fields: Python fills an array of them.
+// One plane of a block: bytes from `byte_offset` on, in runs of run_bytes (8, 16, 32 or 64). Code (f * run_bytes + i) of a run
+// has bit field f of byte i, of `bits` (1, 2, 4 or 8) bits, at bit `shift` of the code. int32 fields: Python fills an array of
+// them.
 struct BitPlane {
   int32_t byte_offset, run_bytes, bits, shift;
 };

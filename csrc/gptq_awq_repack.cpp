@@ -8,7 +8,8 @@
 namespace bitline {
 
 const RepackKernels& repack() {
-  static constexpr const RepackKernels* by_level[kNumLevels] = {&portable::repack_kernels, BITLINE_AVX2_KERNELS(&avx2::repack_kernels),
+  static constexpr const RepackKernels* by_level[kNumLevels] = {&portable::repack_kernels,
+                                                                BITLINE_AVX2_KERNELS(&avx2::repack_kernels),
                                                                 BITLINE_AVX512_KERNELS(&avx512::repack_kernels), nullptr};
   return dispatch(by_level);
 }
@@ -32,7 +33,8 @@ BITLINE_EXPORT void bitline_repack_gptq(const uint32_t* src, int64_t stride, int
   });
 }
 
-// AWQ's 4-bit qweight int32 [k, columns] = [K, N / 8] to canonical rows, dst int32 [8 * columns, ceil(k / 8)]; bits past k are zero.
+// AWQ's 4-bit qweight int32 [k, columns] = [K, N / 8] to canonical rows, dst int32 [8 * columns, ceil(k / 8)]; bits past k are
+// zero.
 BITLINE_EXPORT void bitline_repack_awq(const uint32_t* src, int64_t stride, int64_t k, int64_t columns, uint32_t* dst,
                                        int64_t dst_stride) {
   const RepackKernels& kernels = repack();

@@ -19,8 +19,8 @@ struct RepackKernels {
   // AWQ's nibbles: src int32 [k, columns] to dst int32 [8 * columns, ceil(k / 8)].
   void (*awq)(const uint32_t* src, int64_t stride, int64_t k, int64_t columns, uint32_t* dst, int64_t dst_stride);
   // Codes of `bits` (1, 2, 4, 8) bits along the rows of src to dst int32 [columns, k_packed], in the order of `sources`.
-  void (*gptq_permuted)(const uint32_t* src, int64_t stride, const PermutedCode* sources, int bits, int64_t k_packed, int64_t columns,
-                        uint32_t* dst, int64_t dst_stride);
+  void (*gptq_permuted)(const uint32_t* src, int64_t stride, const PermutedCode* sources, int bits, int64_t k_packed,
+                        int64_t columns, uint32_t* dst, int64_t dst_stride);
 };
 
 namespace portable { extern const RepackKernels repack_kernels; }

@@ -22,16 +22,17 @@ struct ScaleConversion {
 };
 
 struct Int4PackKernels {
-  // rows [order.rows][kChunkCodes / 2]: nibbles of each row, even columns low; to dst [codes][order.rows / 2]. codes: a multiple of 32.
+  // rows [order.rows][kChunkCodes / 2]: nibbles of each row, even columns low; to dst [codes][order.rows / 2]. codes: a
+  // multiple of 32.
   void (*interleave)(const uint8_t* rows, int64_t codes, const NibbleOrder& order, uint8_t* dst);
   // Codes, one per byte, in place: (code ^ flip) + add, or lut[code] where a table of 16 is given.
   void (*map_codes)(uint8_t* codes, int64_t n, uint8_t flip, uint8_t add, const uint8_t* lut);
   // Bits [shift, shift + 4) of n bytes to n / 2 bytes of two nibbles.
   void (*pack_nibbles)(const uint8_t* codes, int64_t n, int shift, uint8_t* dst);
-  // One row's scales as pairs of bfloat16, s in the low half; high_pairs (16 s, 8 s) for the plane of high nibbles. zero, offset and
-  // high_pairs may be null.
-  void (*scale_pairs)(const ScaleConversion& conversion, const float* scale, const uint8_t* zero, const float* offset, uint32_t* pairs,
-                      uint32_t* high_pairs);
+  // One row's scales as pairs of bfloat16, s in the low half; high_pairs (16 s, 8 s) for the plane of high nibbles. zero,
+  // offset and high_pairs may be null.
+  void (*scale_pairs)(const ScaleConversion& conversion, const float* scale, const uint8_t* zero, const float* offset,
+                      uint32_t* pairs, uint32_t* high_pairs);
 };
 
 namespace portable { extern const Int4PackKernels int4pack_kernels; }

@@ -1,10 +1,11 @@
 // The packed weight of the CPU linear kernels: one byte array that starts with PackedHeader. kernels/cpu/packed_weight.py writes
 // header and tables, gemm_pack.cpp codes and scales.
 //
-// Codes lie in blocks of kBlockN output rows, and within a block in K blocks (k_block_of(bits) columns). A K block is one 64-byte vector
-// of rows 0-15 and one of rows 16-31, for each int32 that a row's codes of the K block fill; row r is 32-bit lane r % 16. The low
-// 16 bits of a lane hold codes of even columns, the high ones of odd columns (bit_position), so that one shift brings the codes of
-// two neighbouring columns to the low bits of the halves: a 16-bit table look-up makes them a bfloat16 pair, vdpbf16ps's operand.
+// Codes lie in blocks of kBlockN output rows, and within a block in K blocks (k_block_of(bits) columns). A K block is one
+// 64-byte vector of rows 0-15 and one of rows 16-31, for each int32 that a row's codes of the K block fill; row r is 32-bit
+// lane r % 16. The low 16 bits of a lane hold codes of even columns, the high ones of odd columns (bit_position), so that one
+// shift brings the codes of two neighbouring columns to the low bits of the halves: a 16-bit table look-up makes them a
+// bfloat16 pair, vdpbf16ps's operand.
 #pragma once
 
 #include "isa.h"
@@ -14,15 +15,15 @@ namespace bitline {
 constexpr int kBlockN = 32;  // output rows of a block: two vectors of 16 lanes
 constexpr int64_t kPackedMagic = 0x32304d4d45474c42;  // with the layout's version
 
-// How scales or offsets are stored. kU8, kI8 and kE4M3 are multiplied by a second-level float32 scale (GGUF's super-block scale, NVFP4's
-// global scale). kZeroPoint: int8 zero point minus the implicit one, which stands for the offset -scale * zero.
+// How scales or offsets are stored. kU8, kI8 and kE4M3 are multiplied by a second-level float32 scale (GGUF's super-block
+// scale, NVFP4's global scale). kZeroPoint: int8 zero point minus the implicit one, which stands for the offset -scale * zero.
 enum ScaleType : int64_t { kNone = 0, kF32 = 1, kBF16 = 2, kF16 = 3, kU8 = 4, kI8 = 5, kE4M3 = 6, kZeroPoint = 7 };
 // Activation quantization before the GEMM, and over what one activation scale reaches.
 enum ActQuant : int64_t { kActNone = 0, kActInt8 = 1, kActInt8Asym = 2, kActFP8 = 3 };
 enum ActGranularity : int64_t { kPerToken = 0, kPerTensor = 1, kStatic = 2 };
 
-// The first 256 bytes. `codes` to `lut_f32` are the sections' byte offsets from the start, 0 where a section is absent.
-// scales, offsets: [N block][group][32]. super_scales, super_offsets: float32 [N block][ceil(groups / groups_per_super_scale)][32].
+// The first 256 bytes. `codes` to `lut_f32` are the sections' byte offsets from the start, 0 where a section is absent. scales,
+// offsets: [N block][group][32]. super_scales, super_offsets: float32 [N block][ceil(groups / groups_per_super_scale)][32].
 // column_map: int32 [k_packed], the input column of each packed column, -1 for padding. lut_bf16: values of the codes as
 // gemm_avx512_dequant.h reads them; lut_f32: float32 values of all 2**bits codes.
 struct PackedHeader {
@@ -49,8 +50,9 @@ constexpr int k_block_of(int64_t bits) {
   return bits == 2 ? 16 : bits == 3 ? 32 : bits == 4 ? 8 : bits == 5 ? 32 : bits == 6 ? 16 : 4;
 }
 
-// Where bit `bit` of the code of column `column` of a K block lies: an int32 of its row, and a bit of that. Each 16-bit half holds
-// as many whole codes as fit; the bits left over of all int32 of a K block hold its last one (3 and 5 bits) or two (6 bits) column pairs.
+// Where bit `bit` of the code of column `column` of a K block lies: an int32 of its row, and a bit of that. Each 16-bit half
+// holds as many whole codes as fit; the bits left over of all int32 of a K block hold its last one (3 and 5 bits) or two (6
+// bits) column pairs.
 struct BitPosition {
   int index, bit;
 };

@@ -60,7 +60,8 @@ int num_threads() {
 }
 
 void run_tasks(int64_t n, Task task, void* context) {
-  const int count = n < 2 || in_parallel_region ? 1 : num_threads();  // at::get_num_threads also sets this thread's OpenMP team size
+  // at::get_num_threads, behind num_threads, also sets the OpenMP team size of this thread.
+  const int count = n < 2 || in_parallel_region ? 1 : num_threads();
   Job job{task, context, n, 0};
   if (count == 1) {
     for (int64_t i = 0; i < n; ++i) task(context, i);

@@ -10,8 +10,9 @@ using Task = void (*)(void* context, int64_t task);
 // Threads that a parallel_for of the calling thread uses: torch.get_num_threads().
 int num_threads();
 
-// task(context, i) for each i in [0, n), on all threads; returns when all are done. Tasks are handed out one at a time from
-// a shared counter (dynamic scheduling), so they should take 20 us and more, and be a few for each thread. Nested calls run serially.
+// task(context, i) for each i in [0, n), on all threads; returns when all are done. Tasks are handed out one at a time from a
+// shared counter (dynamic scheduling), so they should take 20 us and more, and be a few for each thread. Nested calls run
+// serially.
 void run_tasks(int64_t n, Task task, void* context);
 
 namespace {  // internal linkage: the linker must not merge copies that were compiled for different ISA levels

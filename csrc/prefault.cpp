@@ -17,8 +17,8 @@ namespace {
 
 constexpr uintptr_t kHugePage = 2 << 20;
 
-// Where the system has free huge pages, they are faulted in six times faster than small ones. Where a hypervisor has reclaimed free
-// memory in huge pages (ballooning), the first touch of each costs 4 ms, and small pages come from elsewhere.
+// Where the system has free huge pages, they are faulted in six times faster than small ones. Where a hypervisor has reclaimed
+// free memory in huge pages (ballooning), the first touch of each costs 4 ms, and small pages come from elsewhere.
 constexpr double kSlowFaultSeconds = 1e-3;
 bool huge_pages_are_slow = false;
 

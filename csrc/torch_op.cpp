@@ -76,7 +76,8 @@ void cpu_linear(StableIValue* stack, uint64_t, uint64_t) {
     delete optional;
   }
   int64_t dims, *sizes, *strides, shape[kMaxDims];
-  if (torch.dim(x.handle, &dims) || torch.sizes(x.handle, &sizes) || torch.strides(x.handle, &strides)) fail("cpu_linear: no input");
+  if (torch.dim(x.handle, &dims) || torch.sizes(x.handle, &sizes) || torch.strides(x.handle, &strides))
+    fail("cpu_linear: no input");
   int32_t torch_dtype;
   const Dtype dtype = dtype_of(x.handle, &torch_dtype);
   if (dims < 1 || dims > kMaxDims) fail("cpu_linear: x must have 1 to 16 dimensions");
@@ -89,7 +90,8 @@ void cpu_linear(StableIValue* stack, uint64_t, uint64_t) {
   }
   const PackedHeader& packed = *static_cast<const PackedHeader*>(data_ptr(weight.handle));
   const int64_t n = int64_t(stack[3]);
-  if (packed.n != n || packed.k != sizes[dims - 1]) fail("cpu_linear: the packed weight is of another shape, or not one of this operator's");
+  if (packed.n != n || packed.k != sizes[dims - 1])
+    fail("cpu_linear: the packed weight is of another shape, or not one of this operator's");
   if (!contiguous) {
     x_contiguous.handle = empty_contiguous(dims, sizes, torch_dtype);
     if (torch.copy(x_contiguous.handle, x.handle, 0)) fail("cpu_linear: x cannot be made contiguous");
@@ -97,7 +99,8 @@ void cpu_linear(StableIValue* stack, uint64_t, uint64_t) {
   shape[dims - 1] = n;
   const Handle y = empty_contiguous(dims, shape, torch_dtype);
   const void* bias_data = bias.handle == nullptr ? nullptr : data_ptr(bias.handle);
-  const int error = m == 0 ? 0 : bitline_gemm(data_ptr(contiguous ? x.handle : x_contiguous.handle), m, &packed, bias_data, data_ptr(y), dtype);
+  const void* x_data = m == 0 ? nullptr : data_ptr(contiguous ? x.handle : x_contiguous.handle);
+  const int error = m == 0 ? 0 : bitline_gemm(x_data, m, &packed, bias_data, data_ptr(y), dtype);
   if (error) {
     torch.release(y);
     fail(error == -2 ? "cpu_linear: no memory" : error == -3 ? "cpu_linear: no kernel for this level of CPU features"
@@ -111,8 +114,8 @@ void cpu_linear(StableIValue* stack, uint64_t, uint64_t) {
 
 using namespace bitline;
 
-// Register the operator's implementation for CPU tensors; its schema must be defined. torch_library: path of libtorch_cpu, already
-// loaded. Returns 0; -1: that library lacks a function or refuses.
+// Register the operator's implementation for CPU tensors; its schema must be defined. torch_library: path of libtorch_cpu,
+// already loaded. Returns 0; -1: that library lacks a function or refuses.
 BITLINE_EXPORT int bitline_register_torch_op(const char* torch_library) {
   void* library = dlopen(torch_library, RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) return -1;

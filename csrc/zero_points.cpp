@@ -1,5 +1,5 @@
-// Scales and zero points, stored [groups, N], to rows [N, groups]. They are a hundredth of the codes: scalar loops over chunks that
-// stay in cache are enough.
+// Scales and zero points, stored [groups, N], to rows [N, groups]. They are a hundredth of the codes: scalar loops over chunks
+// that stay in cache are enough.
 #include <stdlib.h>
 #include <string.h>
 
@@ -52,9 +52,10 @@ BITLINE_EXPORT int bitline_transpose(const void* src, int64_t stride, int64_t ro
   return transpose(static_cast<const uint32_t*>(src), stride, rows, columns, static_cast<uint32_t*>(dst));
 }
 
-// qzeros int32 [groups, columns * bits / 32], a bit stream of `bits` (1 to 7) bits along the columns, to dst uint8 [columns, groups].
-// add_int32 is added to each int32 and then add_code to each code, both modulo their range: checkpoints that store zero point - 1.
-// awq_order: columns in AWQ's order (columns is then a multiple of 8). The stride is in int32. Returns 0; -2: no memory.
+// qzeros int32 [groups, columns * bits / 32], a bit stream of `bits` (1 to 7) bits along the columns, to dst uint8 [columns,
+// groups]. add_int32 is added to each int32 and then add_code to each code, both modulo their range: checkpoints that store
+// zero point - 1. awq_order: columns in AWQ's order (columns is then a multiple of 8). The stride is in int32. Returns 0; -2:
+// no memory.
 BITLINE_EXPORT int bitline_unpack_zero_points(const uint32_t* src, int64_t stride, int64_t groups, int64_t columns, int bits,
                                               uint32_t add_int32, int add_code, int awq_order, uint8_t* dst) {
   const auto unpack = bitstream().unpack;

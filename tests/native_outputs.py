@@ -1,4 +1,4 @@
-"""SHA-256 of everything that the native core computes, at every ISA level of this machine: proof that a refactoring changes no bit.
+"""SHA-256 of everything that the native core computes at every ISA level of this machine, to compare two builds bit by bit.
 
     python tests/native_outputs.py dump OUT.json          # the core that BITLINE_NATIVE_LIBRARY names, else the installed one
     python tests/native_outputs.py compare OLD.json NEW.json
@@ -66,17 +66,15 @@ def gptq_awq(core: native.Core) -> Iterator[Case]:
         for bits in (1, 2, 4, 8):
             perm = torch.randperm(k_packed * 32 // bits).int()
             out = torch.zeros(columns, k_packed, dtype=torch.int32)
-            assert 0 == core.repack_gptq_permuted(
-                src.data_ptr(), columns, perm.data_ptr(), perm.numel(), bits, columns, out.data_ptr(), k_packed
-            )
+            sizes = (perm.numel(), bits, columns)
+            assert core.repack_gptq_permuted(src.data_ptr(), columns, perm.data_ptr(), *sizes, out.data_ptr(), k_packed) == 0
             yield f"repack_gptq_permuted {bits} bits {k_packed}x{columns}", out
         for bits in range(1, 8):
             n = columns * 32 // bits // 8 * 8
             for awq_order in (0, 1):
                 out = torch.zeros(n, k_packed, dtype=torch.uint8)
-                assert 0 == core.unpack_zero_points(
-                    src.data_ptr(), columns, k_packed, n, bits, 0x11111111, 1, awq_order, out.data_ptr()
-                )
+                sizes = (columns, k_packed, n, bits)
+                assert core.unpack_zero_points(src.data_ptr(), *sizes, 0x11111111, 1, awq_order, out.data_ptr()) == 0
                 yield f"unpack_zero_points {bits} bits {k_packed}x{columns} order {awq_order}", out
 
 

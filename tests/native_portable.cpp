@@ -110,8 +110,9 @@ int main() {
     const auto qkv = random_bf16(size_t(kv_heads * (q_per_kv + 2) * dim)), cos_sin = random_bf16(size_t(2 * dim));
     auto keys = random_bf16(size_t(kv_heads * n * dim)), values = random_bf16(keys.size());
     std::vector<uint16_t> out(size_t(kv_heads * q_per_kv * dim));
-    if (bitline_decode_attention(qkv.data(), cos_sin.data(), cos_sin.data() + dim, keys.data(), values.data(), out.data(), kv_heads, q_per_kv, dim, n,
-                               n - 1, 0.01)) return 1;
+    if (bitline_decode_attention(qkv.data(), cos_sin.data(), cos_sin.data() + dim, keys.data(), values.data(), out.data(), kv_heads,
+                                 q_per_kv, dim, n, n - 1, 0.01))
+      return 1;
     print_hash("decode_attention", n, out);
     print_hash("keys", n, keys);
   }

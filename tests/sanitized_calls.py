@@ -234,8 +234,9 @@ def decode_layers(r: random.Random) -> None:
                   (intermediate, hidden), (hidden, intermediate))  # fmt: skip
         x, y = random_bf16(hidden), empty(hidden, dtype=torch.bfloat16)
         capacity = r.choice((1, 2, 130))
-        tensors = [x, y, random_bf16(hidden), random_bf16(hidden), *((random_bf16(dim), random_bf16(dim)) if qk_norm else (None, None)),
-                   random_bf16(dim), random_bf16(dim), random_bf16(kv_heads, capacity, dim), random_bf16(kv_heads, capacity, dim)]  # fmt: skip
+        qk_norms = (random_bf16(dim), random_bf16(dim)) if qk_norm else (None, None)
+        kv_cache = [random_bf16(kv_heads, capacity, dim) for _ in range(2)]
+        tensors = [x, y, random_bf16(hidden), random_bf16(hidden), *qk_norms, random_bf16(dim), random_bf16(dim), *kv_cache]
         for n, k in shapes:
             kind = r.choice((types.uint4b8, types.int8, types.uint4))
             weight = random_weight(LinearSpec(n, k, kind, (1, k), bias=r.random() < 0.5), n)

@@ -12,7 +12,7 @@ from bitline.types import LinearSpec
 
 pytestmark = pytest.mark.skipif(native.core() is None, reason=f"no native core: {native.why_not()}")
 
-# By bits: columns of a K block, and for each pair of columns where its codes' bits lie in a half of an int32: (int32, first bit, count).
+# By bits: columns of a K block, and for each column pair where its codes' bits lie in a half of an int32: (int32, bit, count).
 K_BLOCKS = {
     2: (16, [[(0, 2 * i, 2)] for i in range(8)]), 4: (8, [[(0, 4 * i, 4)] for i in range(4)]), 8: (4, [[(0, 0, 8)], [(0, 8, 8)]]),
     3: (32, [[(i // 5, 3 * (i % 5), 3)] for i in range(15)] + [[(0, 15, 1), (1, 15, 1), (2, 15, 1)]]),

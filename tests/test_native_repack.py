@@ -111,12 +111,12 @@ def test_unpack_zero_points(bits, minus_one, interleaved, groups, columns):
 @examples
 @given(n=sizes, k=st.integers(1, 400), extra=st.integers(0, 5), seed=st.integers(0, 2**31))
 def test_pack_and_unpack(bits, n, k, extra, seed):
-    padded = codes(n, k + extra, 8, seed)
-    packed = bitstream.pack(padded[:, :k], bits)
-    same(lambda: bitstream.pack(padded[:, :k], bits))
+    rows = codes(n, k + extra, 8, seed)
+    packed = bitstream.pack(rows[:, :k], bits)
+    same(lambda: bitstream.pack(rows[:, :k], bits))
     padded = torch.cat((packed, codes(n, extra, 8, seed)), 1)
     same(lambda: bitstream.unpack(padded, bits, k))
-    assert torch.equal(bitstream.unpack(packed, bits, k), padded[:, :k] & ((1 << bits) - 1))
+    assert torch.equal(bitstream.unpack(packed, bits, k), rows[:, :k] & ((1 << bits) - 1))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

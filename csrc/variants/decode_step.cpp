@@ -51,7 +51,8 @@ inline void store(uint16_t* p, F32x16 f, int64_t count = kLanes) {
 inline F32x16 broadcast(float x) { return x - F32x16{}; }
 
 inline float reduce_add(F32x16 f) {
-  const F32x8 a = __builtin_shufflevector(f, f, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(f, f, 8, 9, 10, 11, 12, 13, 14, 15);
+  const F32x8 a = __builtin_shufflevector(f, f, 0, 1, 2, 3, 4, 5, 6, 7) +
+                  __builtin_shufflevector(f, f, 8, 9, 10, 11, 12, 13, 14, 15);
   const F32x4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
   return (b[0] + b[2]) + (b[1] + b[3]);
 }

@@ -15,15 +15,17 @@ constexpr int kMaxGroupK = 512;         // columns of a group; kernels/cpu/packe
 INLINE __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 INLINE __m256i shift_right(__m256i v, int by) { return _mm256_srli_epi32(v, by); }
 
-// The codes of column k of a K block for eight rows, gathered bit run by bit run from where bit_position() has them. `lane`: the first
-// row's 32-bit lane.
+// The codes of column k of a K block for eight rows, gathered bit run by bit run from where bit_position() has them. `lane`:
+// the first row's 32-bit lane.
 template <int BITS> INLINE __m256i unpack_codes(const uint8_t* p, int lane, int k) {
   const auto vector = [&](int i) { return load(p + 4 * (kBlockN * i + lane)); };
   __m256i code = _mm256_setzero_si256();
   UNROLL for (int bit = 0; bit < BITS;) {
     const BitPosition at = bit_position(BITS, k, bit);
     int run = 1;
-    while (bit + run < BITS && bit_position(BITS, k, bit + run).index == at.index && bit_position(BITS, k, bit + run).bit == at.bit + run) ++run;
+    while (bit + run < BITS && bit_position(BITS, k, bit + run).index == at.index &&
+           bit_position(BITS, k, bit + run).bit == at.bit + run)
+      ++run;
     const __m256i v = vector(at.index), moved = at.bit > bit ? shift_right(v, at.bit - bit) : _mm256_slli_epi32(v, bit - at.bit);
     code = _mm256_or_si256(code, _mm256_and_si256(moved, _mm256_set1_epi32(((1 << run) - 1) << bit)));
     bit += run;
@@ -101,9 +103,9 @@ struct ScaleOffset {
 INLINE ScaleOffset scale_offset(const GemmCall& c, int64_t block, int64_t g, int lane) {
   const PackedHeader& w = *c.w;
   const int64_t at = (block * w.num_groups + g) * kBlockN + lane;
+  const int64_t per = w.groups_per_super_scale;
   int64_t super = 0;
-  if (w.super_scales)
-    super = (block * ((w.num_groups + w.groups_per_super_scale - 1) / w.groups_per_super_scale) + g / w.groups_per_super_scale) * kBlockN + lane;
+  if (w.super_scales) super = (block * ((w.num_groups + per - 1) / per) + g / per) * kBlockN + lane;
   ScaleOffset a;
   a.scale = load_scales(c.base + w.scales, w.scale_type, at, reinterpret_cast<const float*>(c.base + w.super_scales) + super);
   a.offset = _mm256_setzero_ps();

@@ -18,9 +18,9 @@ void compute_blocks(const GemmCall& c, int64_t first, int64_t last, uint32_t* pa
 
 bool supports(ComputeType) { return true; }
 
-// Dequantizing anew for each M tile is free where the multiply-add units are the bottleneck. It is not for 8 bits, whose look-ups use the
-// same units (M=64: 2,507 us; panels 2,327), nor for groups of 16, and of 32 with offsets, whose accumulators are scaled every 8 or 16
-// operands (NVFP4, M=64: 2,792; 2,453).
+// Dequantizing anew for each M tile is free where the multiply-add units are the bottleneck. It is not for 8 bits, whose
+// look-ups use the same units (M=64: 2,507 us; panels 2,327), nor for groups of 16, and of 32 with offsets, whose accumulators
+// are scaled every 8 or 16 operands (NVFP4, M=64: 2,792; 2,453).
 bool prefers_panel(const GemmCall& c) {
   if (c.compute != kComputeBF16 || c.dtype != kBFloat16) return false;
   if (c.w->batch_invariant) return false;  // panels may be scaled before the accumulation

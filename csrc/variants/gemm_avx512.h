@@ -7,8 +7,9 @@
 namespace bitline::BITLINE_ISA {
 namespace {
 
-// Prefetch distances in bytes. Codes are prefetched shortly before use, their pages long before: a page walk whose page table entry has
-// left the caches takes longer than 4 KB of codes (W4A16, M=1 between calls of other layers: 190 us with kPageDistance, 247 without).
+// Prefetch distances in bytes. Codes are prefetched shortly before use, their pages long before: a page walk whose page table
+// entry has left the caches takes longer than 4 KB of codes (W4A16, M=1 between calls of other layers: 190 us with
+// kPageDistance, 247 without).
 constexpr int64_t kCodeDistance = 4096, kPageDistance[] = {32768, 65536}, kPageBytes = 4096, kScaleDistance = 1024;
 
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
@@ -56,8 +57,8 @@ INLINE void epilogue(const GemmCall& c, int64_t row, int64_t block, __m512 a, __
 
 // ---- GEMV ----------------------------------------------------------------------------------------------------------------
 
-// One N block, all of K, an M tile of MR rows: MR x 2 vectors of accumulators, each split into CHAINS independent ones, which hide
-// the latency of the multiply-adds.
+// One N block, all of K, an M tile of MR rows: MR x 2 vectors of accumulators, each split into CHAINS independent ones, which
+// hide the latency of the multiply-adds.
 template <class Compute, int BITS, int MR, int CHAINS, bool OFFSET>
 void gemv_tile(const GemmCall& c, int64_t block, int64_t row, CodePrefetch code_prefetch) {
   using Codes = KBlock<BITS>;
@@ -74,7 +75,7 @@ void gemv_tile(const GemmCall& c, int64_t block, int64_t row, CodePrefetch code_
   __m512 inner[MR][2], outer[MR][2];
   UNROLL for (int m = 0; m < MR; m++) inner[m][0] = inner[m][1] = outer[m][0] = outer[m][1] = _mm512_setzero_ps();
   const int64_t k_blocks = w.group_k / columns, group_bytes = k_blocks * 128 * Codes::vectors;
-  const int64_t last_k = w.column_map ? w.group_k : w.k - (w.num_groups - 1) * w.group_k;  // of the last group without its padding
+  const int64_t last_k = w.column_map ? w.group_k : w.k - (w.num_groups - 1) * w.group_k;  // the last group without padding
   const int64_t last_k_blocks = (last_k + columns - 1) / columns;
   for (int64_t g = 0; g < w.num_groups; g++) {
     if (g % kPromoteGroups == 0 && g > 0)
@@ -123,8 +124,8 @@ void gemv_tile(const GemmCall& c, int64_t block, int64_t row, CodePrefetch code_
 // A dozen accumulators in all keep the multiply-add units busy: small M tiles have several chains for each.
 constexpr int chains_of(int rows) { return rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
 
-// One N block, all M tiles. From the second M tile on the block is read from cache, so each M tile prefetches its share of the next N
-// block instead; the first M tile of the first block prefetches its own.
+// One N block, all M tiles. From the second M tile on the block is read from cache, so each M tile prefetches its share of the
+// next N block instead; the first M tile of the first block prefetches its own.
 template <class Compute, int BITS, bool OFFSET> void gemv(const GemmCall& c, int64_t block, bool first_block) {
   const int64_t tiles = c.m_tile_end - c.m_tile_begin, bytes = n_block_bytes(*c.w);
   const uint8_t* p = c.base + c.w->codes + block * bytes;
@@ -158,7 +159,8 @@ struct KSlice {
   const float *scales, *offsets; // [num_groups][32]; offsets: null where there are none
 };
 
-// Where a panel tile takes W from: a dequantized panel, or codes, which it dequantizes and leaves in the panel for the M tiles after it.
+// Where a panel tile takes W from: a dequantized panel, or codes, which it dequantizes and leaves in the panel for the M tiles
+// after it.
 struct FromPanel {
   static constexpr int operands = 1;
   const uint32_t* panel;
@@ -179,8 +181,9 @@ template <class Compute, int BITS> struct FromCodes {
 };
 
 // out [MR][32] += the slice of W [operands][32] times an M tile of x [operands][MR], each group scaled.
-template <class Compute, int MR, class Source> void panel_tile(const KSlice& slice, Source source, const uint32_t* x,
-                                                               const float* x_group_sums, const int32_t* acc_init, float* out) {
+template <class Compute, int MR, class Source>
+void panel_tile(const KSlice& slice, Source source, const uint32_t* x, const float* x_group_sums, const int32_t* acc_init,
+                float* out) {
   for (int64_t g = 0; g < slice.num_groups; g++) {
     typename Compute::Acc a0[MR], a1[MR];
     UNROLL for (int m = 0; m < MR; m++)
@@ -213,8 +216,9 @@ template <class Compute, int MR, class Source> void panel_tile(const KSlice& sli
 }
 
 // Panels are used for more than 12 rows, whose M tiles have 6 to 12.
-template <class Compute, class Source> void panel_tile_of(int64_t rows, const KSlice& slice, const Source& source, const uint32_t* x,
-                                                          const float* x_group_sums, const int32_t* acc_init, float* out) {
+template <class Compute, class Source>
+void panel_tile_of(int64_t rows, const KSlice& slice, const Source& source, const uint32_t* x, const float* x_group_sums,
+                   const int32_t* acc_init, float* out) {
   switch (rows) {
     case 6: return panel_tile<Compute, 6>(slice, source, x, x_group_sums, acc_init, out);
     case 7: return panel_tile<Compute, 7>(slice, source, x, x_group_sums, acc_init, out);
@@ -252,8 +256,9 @@ template <class Compute, int BITS> void dequantize(const GemmCall& c, const uint
 }
 
 // K blocks of one group with its scales [32] and offsets [32] (or null) applied.
-template <int BITS> void dequantize_scaled(const GemmCall& c, const uint8_t* p, int64_t k_blocks, const float* scales, const float* offsets,
-                                           uint32_t* panel) {
+template <int BITS>
+void dequantize_scaled(const GemmCall& c, const uint8_t* p, int64_t k_blocks, const float* scales, const float* offsets,
+                       uint32_t* panel) {
   using Codes = KBlock<BITS>;
   const Lut<BITS> lut(c.base, *c.w);
   const __m512 s0 = _mm512_loadu_ps(scales), s1 = _mm512_loadu_ps(scales + 16), zero = _mm512_setzero_ps();
@@ -270,7 +275,8 @@ template <int BITS> void dequantize_scaled(const GemmCall& c, const uint8_t* p, 
   }
 }
 
-// From some M on, scaling the panel costs less than scaling the accumulators of each group, of which a row of short groups has more.
+// From some M on, scaling the panel costs less than scaling the accumulators of each group, of which a row of short groups has
+// more.
 INLINE bool scales_panel(const GemmCall& c, int64_t group_k) {
   return c.compute == kComputeBF16 && c.dtype == kBFloat16 && group_k < 512 && 5 * c.m > 8 * group_k;
 }
@@ -306,7 +312,8 @@ INLINE void load_slice_scales(const GemmCall& c, int64_t block, const KSlice& sl
 template <class Compute, int BITS> void panel_gemm(const GemmCall& c, int64_t block, uint32_t* panel, float* acc) {
   constexpr int columns = KBlock<BITS>::columns, k_block_bytes = 128 * KBlock<BITS>::vectors;
   const PackedHeader& w = *c.w;
-  alignas(64) static const float ones[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  alignas(64) static const float ones[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                             1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   alignas(64) float scales[kPanelOperands][32], offsets[kPanelOperands][32];
   const int64_t group_operands = w.group_k / Compute::k_per_operand, tiles = c.m_tile_end - c.m_tile_begin;
   const int64_t first_row = m_tile_start(c, c.m_tile_begin), last_row = m_tile_start(c, c.m_tile_end);
@@ -357,8 +364,9 @@ template <class Compute, int BITS> void panel_gemm(const GemmCall& c, int64_t bl
       const int64_t group = row * w.num_groups + slice.first_group * rows;
       if constexpr (BITS == 8 && Compute::k_per_operand == 2) {
         if (fused && t == 0) {
-          panel_tile_of<Compute>(rows, slice, FromCodes<Compute, BITS>{codes, panel, typename Compute::template LutOf<BITS>(c.base, w), {}, {}},
-                                 c.x_packed + row * c.row_int32 + at * rows, c.x_group_sums + group, c.acc_init + group, acc + 32 * row);
+          panel_tile_of<Compute>(
+              rows, slice, FromCodes<Compute, BITS>{codes, panel, typename Compute::template LutOf<BITS>(c.base, w), {}, {}},
+              c.x_packed + row * c.row_int32 + at * rows, c.x_group_sums + group, c.acc_init + group, acc + 32 * row);
           continue;
         }
       }
@@ -367,10 +375,12 @@ template <class Compute, int BITS> void panel_gemm(const GemmCall& c, int64_t bl
     }
     at += operands;
   }
-  for (int64_t m = first_row; m < last_row; m++) epilogue(c, m, block, _mm512_load_ps(acc + 32 * m), _mm512_load_ps(acc + 32 * m + 16));
+  for (int64_t m = first_row; m < last_row; m++)
+    epilogue(c, m, block, _mm512_load_ps(acc + 32 * m), _mm512_load_ps(acc + 32 * m + 16));
 }
 
-template <class Compute, int BITS> void compute_blocks_of(const GemmCall& c, int64_t first, int64_t last, uint32_t* panel, float* acc) {
+template <class Compute, int BITS>
+void compute_blocks_of(const GemmCall& c, int64_t first, int64_t last, uint32_t* panel, float* acc) {
   const bool has_offsets = c.w->offset_type != kNone;
   for (int64_t block = first; block < last; block++) {
     if (c.use_panel) panel_gemm<Compute, BITS>(c, block, panel, acc);

@@ -36,8 +36,8 @@ template <int BITS> struct Lut {
   }
 };
 
-// The codes of 16 rows and one K block, as bit_position() places them. bf16_pair(j): the values of columns 2j and 2j+1, row r in 32-bit
-// lane r.
+// The codes of 16 rows and one K block, as bit_position() places them. bf16_pair(j): the values of columns 2j and 2j+1, row r
+// in 32-bit lane r.
 template <int BITS> struct KBlock;
 
 template <> struct KBlock<2> {
@@ -103,13 +103,16 @@ INLINE __m512 high_f32(__m512i bf16_pair) {
   return _mm512_castsi512_ps(_mm512_and_si512(bf16_pair, _mm512_set1_epi32(int(0xffff0000))));
 }
 
-// A compute type: operand j of a K block is a vector of int32, k_per_operand columns of 16 rows, and is multiplied with one int32 of x.
+// A compute type: operand j of a K block is a vector of int32, k_per_operand columns of 16 rows, and is multiplied with one
+// int32 of x.
 struct ComputeBF16 {
   static constexpr int k_per_operand = 2;
   using Acc = __m512;
   template <int BITS> using LutOf = Lut<BITS>;
   static INLINE Acc init(const int32_t*, int64_t) { return _mm512_setzero_ps(); }
-  template <int BITS> static INLINE __m512i operand(const KBlock<BITS>& codes, const Lut<BITS>& lut, int j) { return codes.bf16_pair(lut, j); }
+  template <int BITS> static INLINE __m512i operand(const KBlock<BITS>& codes, const Lut<BITS>& lut, int j) {
+    return codes.bf16_pair(lut, j);
+  }
   static INLINE Acc mac(Acc acc, __m512i w, uint32_t x) {
     return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(x)));
   }
@@ -196,19 +199,22 @@ struct ScaleOffset {
   __m512 scale, offset;
 };
 
-// A cursor over the scales and offsets of an N block's groups. One pointer that advances is cheaper than a division in each group.
+// A cursor over the scales and offsets of an N block's groups. One pointer that advances is cheaper than a division in each
+// group.
 struct ScaleCursor {
   const uint8_t *scales, *offsets;
   const float *super_scales, *super_offsets;
-  int64_t type, offset_type, bytes, offset_bytes, groups_per_super_scale;
-  int64_t left;  // groups that share the current super-block scales, from the current one on
+  int64_t type, offset_type, bytes, offset_bytes;
+  int64_t per;   // groups that share super-block scales
+  int64_t left;  // of them, from the current group on
   static INLINE int64_t itemsize(int64_t type) { return type == kNone ? 0 : type == kF32 ? 4 : type <= kF16 ? 2 : 1; }
   INLINE ScaleCursor(const PackedHeader& w, const uint8_t* base, int64_t block, int64_t g)
-      : type(w.scale_type), offset_type(w.offset_type), bytes(itemsize(type) * kBlockN), offset_bytes(itemsize(offset_type) * kBlockN),
-        groups_per_super_scale(w.super_scales ? w.groups_per_super_scale : INT64_MAX), left(groups_per_super_scale - g % groups_per_super_scale) {
-    const int64_t per = groups_per_super_scale;
+      : type(w.scale_type), offset_type(w.offset_type), bytes(itemsize(type) * kBlockN),
+        offset_bytes(itemsize(offset_type) * kBlockN), per(w.super_scales ? w.groups_per_super_scale : INT64_MAX),
+        left(per - g % per) {
     const int64_t super_index = w.super_scales ? (block * ((w.num_groups + per - 1) / per) + g / per) * kBlockN : 0;
-    scales = base + w.scales + (block * w.num_groups + g) * bytes, offsets = base + w.offsets + (block * w.num_groups + g) * offset_bytes;
+    scales = base + w.scales + (block * w.num_groups + g) * bytes;
+    offsets = base + w.offsets + (block * w.num_groups + g) * offset_bytes;
     super_scales = reinterpret_cast<const float*>(base + w.super_scales) + super_index;
     super_offsets = reinterpret_cast<const float*>(base + w.super_offsets) + super_index;
   }
@@ -223,7 +229,7 @@ struct ScaleCursor {
   }
   INLINE void next() {
     scales += bytes, offsets += offset_bytes;
-    if (--left == 0) super_scales += kBlockN, super_offsets += kBlockN, left = groups_per_super_scale;
+    if (--left == 0) super_scales += kBlockN, super_offsets += kBlockN, left = per;
   }
 };
 

@@ -1,5 +1,5 @@
-// Activations as the GEMM kernels read them: quantized where the scheme asks for it, columns gathered, converted to the compute type,
-// and the rows of an M tile interleaved (the packed A of a BLAS GEMM).
+// Activations as the GEMM kernels read them: quantized where the scheme asks for it, columns gathered, converted to the compute
+// type, and the rows of an M tile interleaved (the packed A of a BLAS GEMM).
 #pragma once
 
 #include <immintrin.h>
@@ -112,8 +112,8 @@ void convert_to_compute_type(ComputeType compute, const PackedHeader& w, const f
   } else if (compute == kComputeF32) {
     memcpy(out, v, size_t(n) * 4);
   } else {
-    // The order in which bit_position() has a K block's columns: 0 2 1 3 in the bytes of 8-bit codes; 0 4 1 5 in the low and 2 6 3 7
-    // in the high nibbles of 4-bit codes.
+    // The order in which bit_position() has a K block's columns: 0 2 1 3 in the bytes of 8-bit codes; 0 4 1 5 in the low and 2
+    // 6 3 7 in the high nibbles of 4-bit codes.
     static constexpr uint8_t order[2][16] = {{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
                                              {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15}};
     const __m128i shuffle = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order[w.bits == 8]));
@@ -143,7 +143,8 @@ float sum_of(const float* v, int64_t n) {
 void interleave_rows(const uint8_t* from, int64_t rows, int64_t count, int64_t stride, uint32_t* to) {
   const auto row = [&](int64_t r) { return from + r * stride; };
   int64_t i = 0;
-  // Whole vectors are stored; lanes behind the last row are overwritten by the next int32's. So the last int32 are left to the tail.
+  // Whole vectors are stored; lanes behind the last row are overwritten by the next int32's. So the last int32 are left to the
+  // tail.
   for (; i + 2 * kLanes <= count; i += kLanes) {
     Vec x[kMaxTileM / kLanes + 1][kLanes];
     for (int64_t r = 0; r < rows; ++r) x[r / kLanes][r % kLanes] = load(reinterpret_cast<const uint32_t*>(row(r)) + i);

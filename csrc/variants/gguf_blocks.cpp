@@ -43,7 +43,8 @@ void dispatch_bits(const BitPlane& plane, Args... args) {
 }
 
 template <bool kMerge>
-void dispatch_plane(const uint8_t* src, int64_t num_blocks, int64_t block_bytes, int64_t block_codes, const BitPlane& p, uint8_t* dst) {
+void dispatch_plane(const uint8_t* src, int64_t num_blocks, int64_t block_bytes, int64_t block_codes, const BitPlane& p,
+                    uint8_t* dst) {
   switch (p.run_bytes) {
     case 8: return dispatch_bits<8, kMerge>(p, src, num_blocks, block_bytes, block_codes, p.byte_offset, p.shift, dst);
     case 16: return dispatch_bits<16, kMerge>(p, src, num_blocks, block_bytes, block_codes, p.byte_offset, p.shift, dst);

@@ -20,7 +20,8 @@ void transpose(const uint32_t* src, int64_t stride, int64_t rows, int64_t column
   const bool non_temporal = stores_whole_lines(dst, dst_stride);
   for (int64_t r = 0; r < tiled_rows; r += kLanes) {
     for (int64_t c = 0; c < tiled_columns; c += kLanes) {
-      if (r + kPrefetchTiles * kLanes < tiled_rows) prefetch_rows(src + (r + kPrefetchTiles * kLanes) * stride + c, stride, kLanes);
+      const int64_t ahead = r + kPrefetchTiles * kLanes;
+      if (ahead < tiled_rows) prefetch_rows(src + ahead * stride + c, stride, kLanes);
       Vec x[kLanes];
       for (int i = 0; i < kLanes; ++i) x[i] = load(src + (r + i) * stride + c);
       transpose_tile(x);

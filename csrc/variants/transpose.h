@@ -107,8 +107,8 @@ inline bool aligned(const uint32_t* p, int64_t stride = 0) {
   return (reinterpret_cast<uintptr_t>(p) | uintptr_t(stride) * 4) % sizeof(Vec) == 0;
 }
 
-// A plain or non-temporal store. A non-temporal one skips the read for ownership of its cache line, half of the traffic where whole
-// lines are written and exceed the cache. stream_fence comes before another thread reads them.
+// A plain or non-temporal store. A non-temporal one skips the read for ownership of its cache line, half of the traffic where
+// whole lines are written and exceed the cache. stream_fence comes before another thread reads them.
 inline void store(uint32_t* p, Vec x, bool non_temporal) {
   if (non_temporal) stream_store(p, x);
   else store(p, x);

@@ -1,7 +1,7 @@
 """CPU memory for large tensors: pages faulted in ahead of use, and buffers of short-lived tensors reused.
 
-Faulting in new pages takes the system longer than a core takes to write to them. So it is done in advance, on all threads and with
-huge pages (csrc/prefault.cpp), and the memory of a tensor that is soon dropped serves the next one.
+Faulting in new pages takes the system longer than a core takes to write to them. So it is done in advance, on all threads and
+with huge pages (csrc/prefault.cpp), and the memory of a tensor that is soon dropped serves the next one.
 """
 
 from __future__ import annotations

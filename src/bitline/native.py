@@ -51,7 +51,7 @@ _NOT_FINITE = {"torch.float16": 0x7C00, "torch.bfloat16": 0x7F80, "torch.float32
 
 
 class Core:
-    """A loaded library, with the functions of SIGNATURES as attributes, without their prefix. threads_from: an index of THREADS."""
+    """A loaded library: the functions of SIGNATURES as attributes, without their prefix. threads_from: an index of THREADS."""
 
     def __init__(self, path: Path) -> None:
         """Load a file. OSError: it is not a library, or one of another version of Bitline."""
@@ -161,7 +161,7 @@ def _set_isa(found: Core, level: str) -> None:
 
 
 def core_for(*tensors: Tensor) -> Core | None:
-    """The core, where its functions can take all of these: plain CPU tensors with contiguous rows, and no compiling in progress."""
+    """The core, where its functions can take all of these: plain CPU tensors with contiguous rows, outside of torch.compile."""
     import torch
 
     for tensor in tensors:

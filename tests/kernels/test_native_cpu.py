@@ -7,8 +7,7 @@ import torch
 
 from bitline import QuantLinear, choose, native, types
 from bitline.errors import BitlineError
-from bitline.kernels.cpu import native_linear
-from bitline.kernels.cpu import packed_weight
+from bitline.kernels.cpu import native_linear, packed_weight
 from bitline.kernels.cpu.native_linear import CPUBatchInvariantLinearKernel
 from bitline.kernels.cpu.native_linear import CPUWNA16LinearKernel as Kernel
 from bitline.select import Policy

@@ -2,8 +2,8 @@
 
 For one token transformers makes some twenty calls from Python to torch in each layer, which take longer than the linear layers
 of a small model. Here a decoder layer is one native call (csrc/decode_step.cpp), and so are the last norm and an unquantized LM
-head, in bfloat16. The model keeps its modules and their code: an instance gets a `forward` of ours, which hands over to the class's
-own whenever a call is not exactly such a step.
+head, in bfloat16. The model keeps its modules and their code: an instance gets a native `forward`, which hands over to the
+class's own one whenever a call is not exactly such a step.
 
 A class is recognized by the hash of its forward's source, so a version of transformers that computes something else runs its own
 code. `load_model(..., native_step=False)` leaves a model without native forwards, for users who need every torch operation.
@@ -270,8 +270,8 @@ def _native_kv_cache(attention: Any, cache: Any) -> Any:
 
 
 def _packed_linears(modules: Any) -> tuple[list[int], list[int]] | None:
-    """Addresses of packed weight and bias of each linear layer, in _LINEARS' order, and their N; None where one of them does not run
-    the native kernel directly.
+    """Addresses of packed weight and bias of each linear layer, in _LINEARS' order, and their N; None where one of them does not
+    run the native kernel directly.
     """
     pointers: list[int] = []
     sizes: list[int] = []
@@ -293,8 +293,8 @@ def _packed_linears(modules: Any) -> tuple[list[int], list[int]] | None:
 def _norm_weights(
     modules: Any, attention: Any, hidden: int, head_dim: int
 ) -> tuple[list[int], tuple[float, float, float]] | None:
-    """Addresses of the weights of input, post-attention, query and key norm (0: none), and the epsilons of the first two and of the
-    last two; None where one of them is not a known RMSNorm of its size.
+    """Addresses of the weights of input, post-attention, query and key norm (0: none), and the epsilons of the first two and of
+    the last two; None where one of them is not a known RMSNorm of its size.
     """
     norms = [modules["input_layernorm"], modules["post_attention_layernorm"]]
     sizes = [hidden, hidden]

@@ -20,7 +20,7 @@ from bitline.weight import QuantizedWeight
 
 # Measured on two Zen 5 cores (docs/performance.md). AVX-512: operations per second and core, by compute type.
 BF16_RATE, F32_RATE, INT8_RATE, BF16_OF_8_BITS_RATE = 500e9, 260e9, 900e9, 460e9
-# AVX2: seconds per weight on two cores, dequantized for a GEMV (M <= 3) or into a panel; per weight and row of x; and for codes that are
+# AVX2: seconds per weight on two cores: dequantized for a GEMV (M <= 3) or into a panel, per row of x, and where values are
 # gathered from a table.
 AVX2_GEMV, AVX2_PANEL, AVX2_PER_ROW, AVX2_GATHER = 15e-12, 60e-12, 7.5e-12, 90e-12
 AVX2_MAX_GEMV_M = 3
@@ -32,8 +32,8 @@ FAST_FEATURES = frozenset(("avx512_bf16", "avx512_vnni", "avx512_vbmi"))
 
 _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/gemm.h: enum Dtype
 
-# The core registers an implementation for CPU tensors (csrc/torch_op.cpp) when the first weight is packed. The Python one serves a
-# process that has packed none, such as one that runs an exported graph, and torch versions without the C functions it needs.
+# The core registers an implementation for CPU tensors (csrc/torch_op.cpp) when the first weight is packed. The one in Python
+# serves processes that pack none, such as one that runs an exported graph, and torch versions without the C functions.
 _LIBRARY = torch.library.Library("bitline", "FRAGMENT")
 _LIBRARY.define("cpu_linear(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor")
 
@@ -100,7 +100,9 @@ class CPUWNA16LinearKernel(Kernel):
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """weight: uint8, see packed_weight.py. Where the kernel does not quantize activations itself, their static scale and zero too."""
+        """weight: uint8, see packed_weight.py; for activation schemes that the kernel does not run itself, their static scale and
+        zero point too.
+        """
         packed = {"weight": packed_weight.pack(weight, cls.batch_invariant)}
         register_native_op()
         if not packed_weight.quantizes_activations(weight.spec.act):

@@ -1,6 +1,6 @@
 """The packed weight of the native CPU kernels: its layout, and how a canonical weight is written into it.
 
-One uint8 tensor: a header, the codes in blocks of 32 output rows, scales and offsets, an optional column map, and the look-up tables
+One uint8 tensor: a header, the codes in blocks of 32 output rows, scales and offsets, an optional column map, and look-up tables
 of what each code stands for. csrc/packed_weight.h defines it; one layout serves every M, dtype and compute type.
 """
 
@@ -195,8 +195,8 @@ def _pack_scales(
     spec = weight.spec
     every_column = torch.arange(max(layout.num_groups, 1))
 
-    def write(name: str, scale_type: int, grid: Tensor, rows_per_scale: int = spec.block[0], row_offset: int = spec.block_offset[0],
-              grid_columns: Tensor = scale_columns) -> None:  # fmt: skip
+    def write(name: str, scale_type: int, grid: Tensor, rows_per_scale: int = spec.block[0],
+              row_offset: int = spec.block_offset[0], grid_columns: Tensor = scale_columns) -> None:  # fmt: skip
         """grid: on the scale grid, each row for `rows_per_scale` rows of the weight; its columns `grid_columns`."""
         values, to = grid.to(_STORAGE_DTYPE[scale_type]).contiguous(), section(name, torch.uint8)
         core.gemm_pack_scales(
@@ -227,7 +227,7 @@ def _pack_scales(
 
 
 def _implicit_zero(spec: LinearSpec) -> int:
-    """The zero point that integer codes are relative to: the type's bias, or half its range where there are explicit zero points."""
+    """The zero point that integer codes are relative to: the type's bias; half its range where zero points are explicit."""
     kind = spec.weight
     if kind.signed or spec.zero == "int":
         return 1 << (kind.bits - 1)
@@ -236,10 +236,10 @@ def _implicit_zero(spec: LinearSpec) -> int:
 
 @functools.cache
 def _lookup_tables(kind: ScalarType, implicit_zero: int, bits: int) -> tuple[Tensor, Tensor, bool]:
-    """What a packed code stands for, 0 where the type has no such code: float32 [2**bits]; bfloat16 bits as int16, in the order in
-    which csrc/variants/gemm_avx512_dequant.h reads them; and whether bfloat16 rounds a value.
+    """What a packed code stands for, 0 where the type has no such code: float32 [2**bits]; bfloat16 bits as int16, in the order
+    of csrc/variants/gemm_avx512_dequant.h; and whether bfloat16 rounds a value.
 
-    That order: up to 5 bits 32 entries, shorter tables repeated; 6 bits 64; 8 bits all low bytes and then all high bytes.
+    That order: 32 entries up to 5 bits, shorter tables repeated; 64 for 6 bits; for 8 bits all low bytes and then all high bytes.
     """
     values = torch.zeros(1 << bits)
     if kind.kind == "int":
@@ -271,8 +271,8 @@ def _header(
         limit = act.limit or math.inf
     integers = (
         MAGIC, size, spec.n, spec.k, layout.k_packed, layout.bits, layout.num_groups, layout.group_k,
-        int(spec.weight.kind == "int"), _implicit_zero(spec), layout.scale_type, layout.offset_type, layout.groups_per_super_scale,
-        *(offsets[name] for name in list(offsets)[1:]), act_quant, granularity,
+        int(spec.weight.kind == "int"), _implicit_zero(spec), layout.scale_type, layout.offset_type,
+        layout.groups_per_super_scale, *(offsets[name] for name in list(offsets)[1:]), act_quant, granularity,
     )  # fmt: skip
     return struct.pack("<23qfifiq", *integers, scale, zero, limit, int(inexact), int(batch_invariant)).ljust(HEADER_BYTES, b"\0")
 
