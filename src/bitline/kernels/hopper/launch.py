@@ -1,4 +1,4 @@
-"""A call of the Hopper kernels: find the launch plan for a layer and M, bring x into the form that it takes, and launch."""
+"""A call of the Hopper kernels: find the launch plan for a layer and M, permute, pad or align x, and launch."""
 
 from __future__ import annotations
 

@@ -94,11 +94,11 @@ def spread_float_bits(packed: Tensor, bits: int, fp16: bool = False) -> Tensor:
     byte = torch.arange(256, dtype=torch.int32)
     tables = []
     for part in range(2):  # the lower and the upper byte of a half-word
-        word = byte << (8 * part)
+        half_word = byte << (8 * part)
         moved = torch.zeros_like(byte)
         for c, positions in enumerate(codes):
             for i, position in enumerate(positions):
-                moved |= ((word >> (bits * c + bits - 1 - i)) & 1) << position
+                moved |= ((half_word >> (bits * c + bits - 1 - i)) & 1) << position
         tables.append((moved & 0xFFFF).to(torch.uint16).view(torch.int16).to(packed.device))
     out = torch.empty_like(packed)
     source, target = packed.view(-1).view(torch.uint8).view(-1, 2), out.view(-1).view(torch.int16)

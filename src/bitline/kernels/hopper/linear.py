@@ -102,12 +102,12 @@ class GluonHopperLinearKernel(Kernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """A roofline with the shares of the peak that were measured on an H200."""
+        """A roofline with efficiencies measured on an H200."""
         rates = platform.rates
         size = cls.packed_bytes(spec) + m * (spec.n + spec.k) * 2
         flops = 2.0 * m * spec.n * spec.k
-        share = 0.9 if m <= SMALL_M else 0.65 if m <= 128 else 0.9 if m <= 512 else 1.0
-        return max(size / (0.9 * rates.bandwidth), flops / (share * rates.bf16)) + rates.launch
+        efficiency = 0.9 if m <= SMALL_M else 0.65 if m <= 128 else 0.9 if m <= 512 else 1.0
+        return max(size / (0.9 * rates.bandwidth), flops / (efficiency * rates.bf16)) + rates.launch
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:

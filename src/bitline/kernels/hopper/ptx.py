@@ -53,53 +53,53 @@ class CodeFormat:
         )
         return s + f"mov.b32 minus,{minus};"
 
-    def dequant_pair(self, out: str, word: str, row: int, half: int) -> str:
-        """Set `out` to the pair of row g (row 0) or g + 8 (row 1) in a column half; word: packed int32 (8 bits: of its plane)."""
+    def dequant_pair(self, out: str, packed: str, row: int, half: int) -> str:
+        """Set `out` to the pair of row g (row 0) or g + 8 (row 1) in a column half, from packed int32 (8 bits: of its plane)."""
         if self.name.startswith("e2m1"):
-            return self._e2m1(out, word, row + 2 * half)
+            return self._e2m1(out, packed, row + 2 * half)
         if self.name.startswith("e4m3"):
-            return self._e4m3(out, word, row)
+            return self._e4m3(out, packed, row)
         shift = 4 * (row + 2 * half) if self.bits == 4 else 8 * row
-        s = f"shr.u32 t,{word},{shift};" if shift else ""
-        word = "t" if shift else word
+        s = f"shr.u32 t,{packed},{shift};" if shift else ""
+        packed = "t" if shift else packed
         minus = "minus1" if self.zero_points and row else "minus"
         if self.bits == 4 or self.fp16:
             mask = "0x000f000f" if self.bits == 4 else "0x00ff00ff"
-            return s + f"lop3.b32 {out},{word},{mask},magic,0xea; fma.rn.{self.pair_type} {out},{out},one,{minus};"
+            return s + f"lop3.b32 {out},{packed},{mask},magic,0xea; fma.rn.{self.pair_type} {out},{out},one,{minus};"
         # 128 + the low seven bits, minus 256 or 128 by the eighth
-        s += f"lop3.b32 {out},{word},0x007f007f,magic,0xea; lop3.b32 t,{word},0x00800080,0x43804380,0x6a;"
+        s += f"lop3.b32 {out},{packed},0x007f007f,magic,0xea; lop3.b32 t,{packed},0x00800080,0x43804380,0x6a;"
         return s + f"sub.bf16x2 {out},{out},t;" + (f"sub.bf16x2 {out},{out},{minus};" if self.zero_points else "")
 
-    def _e2m1(self, out: str, word: str, position: int) -> str:
+    def _e2m1(self, out: str, packed: str, position: int) -> str:
         if self.fp16:
-            return self._e2m1_fp16(out, word, position)
+            return self._e2m1_fp16(out, packed, position)
         if position == 0:
-            s = f"and.b32 {out},{word},0x81c081c0;"
+            s = f"and.b32 {out},{packed},0x81c081c0;"
         elif position < 3:
-            s = f"shl.b32 t,{word},{3 * position}; and.b32 {out},t,0x81c081c0;"
+            s = f"shl.b32 t,{packed},{3 * position}; and.b32 {out},t,0x81c081c0;"
         else:
-            s = f"shl.b32 t,{word},1; and.b32 {out},t,0x80008000; shr.u32 t,{word},5; lop3.b32 {out},t,0x01000100,{out},0xea;"
-            s += f"shr.u32 t,{word},4; lop3.b32 {out},t,0x00c000c0,{out},0xea;"
+            s = f"shl.b32 t,{packed},1; and.b32 {out},t,0x80008000; shr.u32 t,{packed},5; lop3.b32 {out},t,0x01000100,{out},0xea;"
+            s += f"shr.u32 t,{packed},4; lop3.b32 {out},t,0x00c000c0,{out},0xea;"
         return s + self._rebias(out)
 
-    def _e2m1_fp16(self, out: str, word: str, position: int) -> str:
+    def _e2m1_fp16(self, out: str, packed: str, position: int) -> str:
         if position < 2:
-            s = f"shl.b32 t,{word},{3 * position}; and.b32 {out},t,0x8e008e00;"
+            s = f"shl.b32 t,{packed},{3 * position}; and.b32 {out},t,0x8e008e00;"
         else:
-            s = f"shl.b32 t,{word},{position - 1}; and.b32 {out},t,0x80008000; shl.b32 t,{word},{9 if position == 2 else 6};"
+            s = f"shl.b32 t,{packed},{position - 1}; and.b32 {out},t,0x80008000; shl.b32 t,{packed},{9 if position == 2 else 6};"
             s += f"lop3.b32 {out},t,0x0e000e00,{out},0xea;"
         return s + self._rebias(out)
 
     def _rebias(self, out: str) -> str:
         return "" if self.name.endswith("s") else f"mul.rn.{self.pair_type} {out},{out},one;"
 
-    def _e4m3(self, out: str, word: str, row: int) -> str:
+    def _e4m3(self, out: str, packed: str, row: int) -> str:
         if self.fp16:
-            return f"{{ .reg .b16 u,v; mov.b32 {{u,v}},{word}; cvt.rn.f16x2.e4m3x2 {out},{'v' if row else 'u'}; }}"
+            return f"{{ .reg .b16 u,v; mov.b32 {{u,v}},{packed}; cvt.rn.f16x2.e4m3x2 {out},{'v' if row else 'u'}; }}"
         if row == 0:
-            s = f"and.b32 {out},{word},0x87f087f0;"
+            s = f"and.b32 {out},{packed},0x87f087f0;"
         else:
-            s = f"shl.b32 t,{word},4; and.b32 {out},t,0x80f080f0; shr.u32 t,{word},4; lop3.b32 {out},t,0x07000700,{out},0xea;"
+            s = f"shl.b32 t,{packed},4; and.b32 {out},t,0x80f080f0; shr.u32 t,{packed},4; lop3.b32 {out},t,0x07000700,{out},0xea;"
         return s + self._rebias(out)
 
 
@@ -137,20 +137,20 @@ def mma_k_tile(name: str, fp16: bool, k_blocks: int, m8_tiles: int, scaled: bool
     for b in range(k_blocks):
         if b and scaled and f.zero_points:
             s += f.constants(zeros[b])
-        words = w[b * planes * 4 : (b + 1) * planes * 4]
-        s += _mma_k_block(f, words, [registers[8 * b : 8 * b + 8] for registers in x], scale[b] if scaled else None)
+        packed_regs = w[b * planes * 4 : (b + 1) * planes * 4]
+        s += _mma_k_block(f, packed_regs, [registers[8 * b : 8 * b + 8] for registers in x], scale[b] if scaled else None)
     inputs = (1 if staged else len(w)) + 8 * k_blocks * m8_tiles + len(zeros) + 2 * len(scale)
     return s + "}", ",".join(["=&f"] * num_acc + ["r"] * inputs + ["f"] * num_acc)
 
 
-def _mma_k_block(f: CodeFormat, words: list[str], x: list[list[str]], scale: tuple[str, str] | None) -> str:
+def _mma_k_block(f: CodeFormat, packed_regs: list[str], x: list[list[str]], scale: tuple[str, str] | None) -> str:
     """The four m16n8k16 of a K block for each 8-row tile of x, after dequantizing their fragments of W."""
     kind = "f16" if f.fp16 else "bf16"
     s = ""
     for half in range(2):
         for j in range(2):  # MMA over the columns of two neighbouring registers of x
             for i in range(4):
-                s += f.dequant_pair(f"a{i}", words[half * (f.planes - 1) * 4 + 2 * j + i // 2], i % 2, half)
+                s += f.dequant_pair(f"a{i}", packed_regs[half * (f.planes - 1) * 4 + 2 * j + i // 2], i % 2, half)
                 if scale:
                     s += f"mul.rn.{f.pair_type} a{i},a{i},{scale[i % 2]};"
             for m, registers in enumerate(x):
@@ -245,19 +245,19 @@ def fragment_exponent_bias(name: str, fp16: bool) -> int:
     return 0 if fp16 else {"u4": 133, "u8": 133, "z4": 133, "z8": 133, "e2m1": 126, "e4m3": 120}.get(name, 0)
 
 
-def _integers_as_bf16_bits(f: CodeFormat, words: list[str], zeros: list[str], at: int) -> str:
+def _integers_as_bf16_bits(f: CodeFormat, packed_regs: list[str], zeros: list[str], at: int) -> str:
     """Set a0 … a3: integer codes as the low bits of bfloat16, 4-bit ones of rows g + 8 four bits higher; scaled."""
     s = "{ .reg .b32 a0,a1,a2,a3,t,z0,z1; mov.b32 t,0;"
     if f.zero_points:
         s += f"prmt.b32 z0,{zeros[0]},t,0x4040; prmt.b32 z1,{zeros[0]},t,0x4141;"
         s += "shl.b32 z1,z1,4;" if f.bits == 4 else ""
     if f.bits == 4:
-        s += f"shr.u32 t,{words[0]},8;"
-        for h, word in enumerate((words[0], "t")):
-            s += f"and.b32 a{2 * h},{word},0x000f000f; and.b32 a{2 * h + 1},{word},0x00f000f0;"
+        s += f"shr.u32 t,{packed_regs[0]},8;"
+        for h, packed in enumerate((packed_regs[0], "t")):
+            s += f"and.b32 a{2 * h},{packed},0x000f000f; and.b32 a{2 * h + 1},{packed},0x00f000f0;"
     else:
-        for h, word in enumerate(words):
-            s += f"and.b32 a{2 * h},{word},0x00ff00ff; prmt.b32 a{2 * h + 1},{word},t,0x4341;"
+        for h, packed in enumerate(packed_regs):
+            s += f"and.b32 a{2 * h},{packed},0x00ff00ff; prmt.b32 a{2 * h + 1},{packed},t,0x4341;"
     for i in range(4):
         scale = f"${at + i % 2}"
         if f.zero_points:
@@ -267,7 +267,7 @@ def _integers_as_bf16_bits(f: CodeFormat, words: list[str], zeros: list[str], at
     return s
 
 
-def _int4_to_fp16(f: CodeFormat, words: list[str], zeros: list[str], at: int) -> str:
+def _int4_to_fp16(f: CodeFormat, packed_regs: list[str], zeros: list[str], at: int) -> str:
     """Set a0 … a3: 4-bit codes in float16 without a shift: 1024 + code, and (1024 + 16 * code) / 16 for rows g + 8."""
     s = "{ .reg .b32 a0,a1,a2,a3,t,magic,n0,n1,m0,m1; mov.b32 magic,0x64006400; mov.b32 n0,0x3C003C00; mov.b32 n1,0x2C002C00;"
     if f.zero_points:  # -(1024 + zero point) and -(64 + zero point)
@@ -275,9 +275,9 @@ def _int4_to_fp16(f: CodeFormat, words: list[str], zeros: list[str], at: int) ->
         s += "shl.b32 m1,m1,4; add.u32 m1,m1,0xD400D400;"
     else:
         s += "mov.b32 m0,0xE408E408; mov.b32 m1,0xD480D480;"
-    s += f"shr.u32 t,{words[0]},8;"
+    s += f"shr.u32 t,{packed_regs[0]},8;"
     for i in range(4):
-        s += f"lop3.b32 a{i},{(words[0], 't')[i // 2]},{0x000F000F << 4 * (i % 2):#x},magic,0xea;"
+        s += f"lop3.b32 a{i},{(packed_regs[0], 't')[i // 2]},{0x000F000F << 4 * (i % 2):#x},magic,0xea;"
         s += f"fma.rn.f16x2 a{i},a{i},n{i % 2},m{i % 2}; mul.rn.f16x2 a{i},a{i},${at + i % 2};"
     return s
 
@@ -291,19 +291,19 @@ def dequant_fragment(name: str, fp16: bool) -> tuple[str, str]:
     """
     bias = fragment_exponent_bias(name, fp16)
     f = CodeFormat(name + "s" if bias and name.startswith("e") else name, fp16)
-    words = [f"${8 + i}" for i in range(f.planes)]
+    packed_regs = [f"${8 + i}" for i in range(f.planes)]
     at = 8 + f.planes
     zeros = [f"${at}"] if f.zero_points else []
     at += f.zero_points
     if bias == 133:
-        s = _integers_as_bf16_bits(f, words, zeros, at)
+        s = _integers_as_bf16_bits(f, packed_regs, zeros, at)
     elif fp16 and name in ("u4", "z4"):
-        s = _int4_to_fp16(f, words, zeros, at)
+        s = _int4_to_fp16(f, packed_regs, zeros, at)
     else:
         s = f"{{ .reg .b32 {f.registers}; {f.constants(*zeros)}"
         for i in range(4):
-            word = words[(i // 2) * (f.planes - 1)]
-            s += f.dequant_pair(f"a{i}", word, i % 2, i // 2) + f"mul.rn.{f.pair_type} a{i},a{i},${at + i % 2};"
+            packed = packed_regs[(i // 2) * (f.planes - 1)]
+            s += f.dequant_pair(f"a{i}", packed, i % 2, i // 2) + f"mul.rn.{f.pair_type} a{i},a{i},${at + i % 2};"
     for i in range(4):
         s += f"mov.b32 {{${2 * i},${2 * i + 1}}},a{i};"
     pairs = 4 if name in ("u4", "u8") and not fp16 else 2

@@ -60,11 +60,12 @@ def store_tile(v, y_desc, smem, n, m, pointers, N, TILE_M: gl.constexpr, scheme:
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16])
     v = gl.permute(gl.reshape(v, [4, 8, 4, TILE_M // 8, 2, 2]), [0, 4, 1, 3, 2, 5])
     acc = gl.convert_layout(gl.reshape(v, [64, TILE_M]), L, assert_trivial=True)
+    _partials_ptr, _flags_ptr, bias_ptr, alpha_ptr = pointers
     if scheme.has_global_scale:
-        acc *= gl.load(pointers[3] + (2 if scheme.folds_exponent_bias else 0))
+        acc *= gl.load(alpha_ptr + (2 if scheme.folds_exponent_bias else 0))
     if scheme.has_bias:
         rows = gl.arange(0, 64, gl.SliceLayout(1, L))
-        acc += gl.load(pointers[2] + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
+        acc += gl.load(bias_ptr + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
     tma.store_wait(0)
     barrier()
     smem.permute([1, 0]).store(acc.to(gl.float16 if scheme.fp16 else gl.bfloat16))
@@ -140,6 +141,7 @@ def epilogue(
     """Store a whole tile. Of a stream-K tile store partials; the CTA with the tile's first stage waits for those of the others,
     reduces them in CTA order and stores the tile."""
     tile, k0, k1, pid_n, pid_m = work
+    partials_ptr, flags_ptr, _bias_ptr, _alpha_ptr = pointers
     stages_per_tile, _tiles_m, _tiles_n, num_ctas, whole_tiles, stream_k_stages = schedule
     CTA_M: gl.constexpr = cfg.tile_m + cfg.tile_m_extra
     N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
@@ -147,8 +149,8 @@ def epilogue(
     CTA_STRIDE: gl.constexpr = N64 * 64 * CTA_M
     PREFETCH: gl.constexpr = cfg.tile_m <= 32 or (cfg.tile_m == 64 and cfg.consumer_registers > 200)
     FIRST_N64: gl.constexpr = warpgroup * cfg.n64_per_warpgroup
-    flag = pointers[1] + ((tile - whole_tiles * num_ctas) * cfg.num_consumer_warpgroups + warpgroup)
-    partials = pointers[0] + FIRST_N64 * (64 * CTA_M)
+    flag = flags_ptr + ((tile - whole_tiles * num_ctas) * cfg.num_consumer_warpgroups + warpgroup)
+    partials = partials_ptr + FIRST_N64 * (64 * CTA_M)
     second = partials + 64 * cfg.tile_m
     n = (pid_n * N64 + FIRST_N64) * 64
     m = pid_m * CTA_M
@@ -215,6 +217,7 @@ def epilogue_distributed(
     """`epilogue` where all stream-K tiles have as many CTAs: cfg.reduce_slices of these reduce and store a slice of the rows of x
     each. Slice i belongs to CTA i * ctas_per_tile // reduce_slices of the tile."""
     tile, k0, k1, pid_n, pid_m = work
+    partials_ptr, flags_ptr, _bias_ptr, _alpha_ptr = pointers
     stages_per_tile, _tiles_m, _tiles_n, num_ctas, whole_tiles, stream_k_stages = schedule
     SLICES: gl.constexpr = cfg.reduce_slices
     CTA_M: gl.constexpr = cfg.tile_m + cfg.tile_m_extra
@@ -222,8 +225,8 @@ def epilogue_distributed(
     SECOND_M: gl.constexpr = cfg.tile_m if cfg.n64_per_warpgroup == 2 else cfg.tile_m_extra
     CTA_STRIDE: gl.constexpr = N64 * 64 * CTA_M
     FIRST_N64: gl.constexpr = warpgroup * cfg.n64_per_warpgroup
-    flag = pointers[1] + ((tile - whole_tiles * num_ctas) * cfg.num_consumer_warpgroups + warpgroup) * SLICES
-    partials = pointers[0] + FIRST_N64 * (64 * CTA_M)
+    flag = flags_ptr + ((tile - whole_tiles * num_ctas) * cfg.num_consumer_warpgroups + warpgroup) * SLICES
+    partials = partials_ptr + FIRST_N64 * (64 * CTA_M)
     second = partials + 64 * cfg.tile_m
     n = (pid_n * N64 + FIRST_N64) * 64
     m = pid_m * CTA_M

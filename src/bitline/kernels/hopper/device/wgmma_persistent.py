@@ -84,6 +84,7 @@ def advance(stage, phase, NUM_STAGES: gl.constexpr):
 def load_weights(descs, full, buffers, stage, k, pid_n, scheme: gl.constexpr, cfg: gl.constexpr):
     """Issue the TMA loads of packed weights, scales and zero points of one stage; expect its bytes, those of x included."""
     w_desc, scale_desc, zero_desc = descs
+    _x, _x_extra, w, scales, zeros = buffers
     N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
     INT32: gl.constexpr = 128 * scheme.planes  # packed int32 of a 16-row tile and K block
     ENTRY: gl.constexpr = 16 if scheme.fp32_scales else 8  # int32 or float32 of a 16-row tile's scales
@@ -97,28 +98,31 @@ def load_weights(descs, full, buffers, stage, k, pid_n, scheme: gl.constexpr, cf
             entry = k_block * scheme.scales_per_k_block // scheme.k_tiles_per_scale
         else:
             entry = k_block * 0
-        async_load(w_desc, [pid_n * (N64 * 4), k_block * INT32], full.index(stage), buffers[2].index(stage * K_BLOCKS + b))
-        async_load(scale_desc, [pid_n * (N64 * 4), entry * ENTRY], full.index(stage), buffers[3].index(stage * K_BLOCKS + b))
+        async_load(w_desc, [pid_n * (N64 * 4), k_block * INT32], full.index(stage), w.index(stage * K_BLOCKS + b))
+        async_load(scale_desc, [pid_n * (N64 * 4), entry * ENTRY], full.index(stage), scales.index(stage * K_BLOCKS + b))
         if scheme.zero_points:
-            async_load(zero_desc, [pid_n * (N64 * 4), entry * 8], full.index(stage), buffers[4].index(stage * K_BLOCKS + b))
+            async_load(zero_desc, [pid_n * (N64 * 4), entry * 8], full.index(stage), zeros.index(stage * K_BLOCKS + b))
 
 
 @gluon.jit
 def load_x(descs, full, buffers, stage, k, pid_m, cfg: gl.constexpr):
     """Issue the TMA loads of x of one stage."""
+    x_desc, x_extra_desc = descs
+    x, x_extra, _w, _scales, _zeros = buffers
     K_BLOCKS: gl.constexpr = cfg.k_blocks_per_stage
     for b in gl.static_range(K_BLOCKS):
         m = pid_m * (cfg.tile_m + cfg.tile_m_extra)
         column = (k * K_BLOCKS + b) * 64
-        async_load(descs[0], [m, column], full.index(stage), buffers[0].index(stage * K_BLOCKS + b))
+        async_load(x_desc, [m, column], full.index(stage), x.index(stage * K_BLOCKS + b))
         if cfg.tile_m_extra > 0:
-            async_load(descs[1], [m + cfg.tile_m, column], full.index(stage), buffers[1].index(stage * K_BLOCKS + b))
+            async_load(x_extra_desc, [m + cfg.tile_m, column], full.index(stage), x_extra.index(stage * K_BLOCKS + b))
 
 
 @gluon.jit
 def producer(x_descs, w_descs, buffers, barriers, schedule, scheme: gl.constexpr, cfg: gl.constexpr):
     """The producer warp: load the stages of all of the CTA's work."""
     full, empty = barriers
+    _stages_per_tile, _tiles_m, _tiles_n, _num_ctas, whole_tiles, _stream_k_stages = schedule
     cta = gl.program_id(0)
     u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
     stage = 0
@@ -135,7 +139,7 @@ def producer(x_descs, w_descs, buffers, barriers, schedule, scheme: gl.constexpr
         all_stages = prefetched == cfg.stages
         stage = gl.where(all_stages, 0, prefetched)
         phase = gl.where(all_stages, 0, 1)
-    for s in range(schedule[4] + stream_k_tiles):
+    for s in range(whole_tiles + stream_k_tiles):
         _tile, k0, k1, pid_n, pid_m = get_work(s, cta, u0, u1, schedule, cfg)
         if cfg.pdl:
             k0 = gl.where(s == 0, k0 + prefetched, k0)
@@ -223,12 +227,13 @@ def load_scales(buffers, buffer, n64: gl.constexpr, factors, scheme: gl.constexp
     """Zero points, scale pairs and the addends of `load_scale_pairs` for a K block of a 64-row tile, shaped like its fragment."""
     W_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 1, 1], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
     PER_BLOCK: gl.constexpr = scheme.scales_per_k_block
-    pairs = load_scale_pairs(buffers[3].index(buffer), n64, factors, scheme)
+    _x, _x_extra, _w, scale_smem, zero_smem = buffers
+    pairs = load_scale_pairs(scale_smem.index(buffer), n64, factors, scheme)
     out = (broadcast_table(pairs[0], PER_BLOCK, W_LAYOUT), broadcast_table(pairs[1], PER_BLOCK, W_LAYOUT))
     if scheme.folds_exponent_bias and (scheme.code_format == "u4" or scheme.code_format == "u8"):
         out = out + (broadcast_table(pairs[2], PER_BLOCK, W_LAYOUT), broadcast_table(pairs[3], PER_BLOCK, W_LAYOUT))
     if scheme.zero_points:
-        zeros = load_table(buffers[4].index(buffer), n64, PER_BLOCK).to(gl.int32)
+        zeros = load_table(zero_smem.index(buffer), n64, PER_BLOCK).to(gl.int32)
         out = (broadcast_table(zeros, PER_BLOCK, W_LAYOUT),) + out
     return out
 
@@ -241,12 +246,13 @@ def dequant_fragment(buffers, buffer, n64: gl.constexpr, scales, scheme: gl.cons
     W_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 1, 1], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
     LOAD: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     PTX: gl.constexpr = scheme.fragment_ptx
-    words = buffers[2].index(buffer).slice(n64 * 4, 4, dim=0)
+    _x, _x_extra, w_smem, _scales, _zeros = buffers
+    packed = w_smem.index(buffer).slice(n64 * 4, 4, dim=0)
     if scheme.planes == 1:
-        args = (gl.convert_layout(gl.reshape(words.load(LOAD), [4, 4, 8, 4]), W_LAYOUT, assert_trivial=True),)
+        args = (gl.convert_layout(gl.reshape(packed.load(LOAD), [4, 4, 8, 4]), W_LAYOUT, assert_trivial=True),)
     else:
-        w0 = gl.reshape(words.slice(0, 128, dim=1).load(LOAD), [4, 4, 8, 4])
-        w1 = gl.reshape(words.slice(128, 128, dim=1).load(LOAD), [4, 4, 8, 4])
+        w0 = gl.reshape(packed.slice(0, 128, dim=1).load(LOAD), [4, 4, 8, 4])
+        w1 = gl.reshape(packed.slice(128, 128, dim=1).load(LOAD), [4, 4, 8, 4])
         args = (
             gl.convert_layout(w0, W_LAYOUT, assert_trivial=True), gl.convert_layout(w1, W_LAYOUT, assert_trivial=True)
         )  # fmt: skip
@@ -302,13 +308,14 @@ def finish_mma(tokens):
 @gluon.jit
 def mma_first(tokens, w, buffers, buffer, cfg: gl.constexpr):
     """Issue the MMA of a fragment of W with x, and with extra x, as the first accumulators."""
-    out = (warpgroup_mma(w, buffers[0].index(buffer).permute([1, 0]), tokens[0], is_async=True),)
+    x, x_extra, _w, _scales, _zeros = buffers
+    out = (warpgroup_mma(w, x.index(buffer).permute([1, 0]), tokens[0], is_async=True),)
     if cfg.tile_m_extra > 0:
         EXTRA_M: gl.constexpr = cfg.tile_m_extra
         MMA2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EXTRA_M, 16])
         A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA2, k_width=2)
         same = gl.convert_layout(w, A, assert_trivial=True)
-        out = out + (warpgroup_mma(same, buffers[1].index(buffer).permute([1, 0]), tokens[1], is_async=True),)
+        out = out + (warpgroup_mma(same, x_extra.index(buffer).permute([1, 0]), tokens[1], is_async=True),)
     elif cfg.n64_per_warpgroup == 2:
         out = out + (tokens[1],)
     return out
@@ -375,19 +382,21 @@ def consumer(
 ):  # fmt: skip
     """A consumer warpgroup: the MMAs and epilogues of all of the CTA's work, for its 64-row tiles of W."""
     full, empty = barriers
+    stages_per_tile, _tiles_m, _tiles_n, _num_ctas, whole_tiles, _stream_k_stages = schedule
+    _partials_ptr, _flags_ptr, _bias_ptr, alpha_ptr = pointers
     LAST: gl.constexpr = cfg.num_consumer_warpgroups - 1
     cta = gl.program_id(0)
     u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
-    num_stages = schedule[4] * schedule[0] + (u1 - u0)  # of all of the CTA's work
+    num_stages = whole_tiles * stages_per_tile + (u1 - u0)  # of all of the CTA's work
     factors = (0, 0)
     if scheme.folds_exponent_bias:
-        factors = scale_factors(pointers[3], scheme)
+        factors = scale_factors(alpha_ptr, scheme)
     count = 0
     stage = 0
     phase = 0
     if cfg.pingpong and warpgroup == LAST:
         gl.inline_asm_elementwise(PINGPONG_ARRIVE[0], "=r,r", [N], dtype=gl.int32, is_pure=False, pack=1)
-    for s in range(schedule[4] + stream_k_tiles):
+    for s in range(whole_tiles + stream_k_tiles):
         work = get_work(s, cta, u0, u1, schedule, cfg)
         acc = zero_accumulators(cfg)
         tokens = start_mma(acc)
