@@ -106,14 +106,6 @@ def _add_zero_points(
 
 
 @triton.jit
-def _load_packed(codes_tile, aux_ptr, block, row, N, FMT: tl.constexpr):
-    """(packed uint32 [K_SLICES, BLOCK_SIZE_N, 16], aux) of K blocks [K_SLICES] and rows [BLOCK_SIZE_N]."""
-    block = block.to(tl.int64)
-    packed = tl.load(codes_tile + block[:, None, None] * (N * 16), eviction_policy="evict_first").to(tl.uint32, bitcast=True)
-    return packed, _load_aux(aux_ptr, packed, (block[:, None] * N + row[None, :])[:, :, None], FMT)
-
-
-@triton.jit
 def _store_tile(out_ptr, bias_ptr, y, offs_m, offs_n, row_n, split, M, N, HAS_BIAS: tl.constexpr, IS_SPLIT_K: tl.constexpr):
     """Epilogue: y float32 [BLOCK_SIZE_N, BLOCK_SIZE_M] to a split-K partial, or with the bias added and rounded to the output."""
     offs = offs_m.to(tl.int64)[None, :] * N + offs_n[:, None]
@@ -173,7 +165,9 @@ def gemm_kernel(
         block = c + slices
         if not EVEN_K:
             block = tl.minimum(block, k_blocks - 1)  # past the end x is zero
-        packed, aux = _load_packed(codes_tile, aux_ptr, block, row_n, N, FMT)
+        packed = tl.load(codes_tile + block.to(tl.int64)[:, None, None] * (N * 16), eviction_policy="evict_first")
+        packed = packed.to(tl.uint32, bitcast=True)
+        aux = _load_aux(aux_ptr, packed, (block.to(tl.int64)[:, None] * N + row_n[None, :])[:, :, None], FMT)
         for f in tl.static_range(BLOCK_SIZE_K // WIDTH):
             k = (c + slices)[:, None, None] * BLOCK_SIZE_K + f * WIDTH + offs_k
             x = _load_x(x_rows, perm_ptr, k, end_block * BLOCK_SIZE_K, valid_m, K, k_offset, HAS_PERM, EVEN_K, MASK_M)
