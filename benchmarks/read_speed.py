@@ -1,17 +1,17 @@
-"""How fast a checkpoint is opened, canonicalised and packed, beside a plain read of its file from page cache.
+"""How fast a checkpoint is opened, read into canonical weights and packed, against a plain read of its files from page cache.
 
     python benchmarks/read_speed.py --gigabytes 2 --out benchmarks/results/read_speed.json [FAMILY …]
 
-Each family is a synthetic checkpoint of decoder layers of Llama-3-8B's shapes, one file a layer (GGUF: one file), in a temporary
-folder; it is measured in a process of its own, with the file in page cache, and the best of a few passes counts. A pass opens the
-checkpoint, reads every layer into its canonical weight, packs it for the kernel that `choose` takes on this CPU, and keeps what
-was packed. Three plain reads are beside it, on as many threads as torch has: read() of the files into new memory that is kept,
-as what was packed is (`new`); read() into a buffer of 4 MiB that is used again (`again`); a sum over a mapping of the files
+Each family is a synthetic checkpoint of decoder layers with Llama-3-8B's shapes, one file per layer (GGUF: one file), in a
+temporary folder. It is measured in a process of its own, with the files in page cache; the best of a few passes counts. A pass
+opens the checkpoint, reads every layer into its canonical weight, packs it for the kernel that `choose` takes on this CPU, and
+keeps the packed weights. Three plain reads on torch's number of threads are the baselines: read() of the files into new memory
+that is kept, as packed weights are (`new`); read() into a reused buffer of 4 MiB (`again`); a sum over a mapping of the files
 (`sum`). `shares` are the pass's rate over theirs.
 
-Memory is measured on one layer of each shape, its tensors handed over from memory that was allocated before, so that no page
-of a file counts, and nothing kept from before: the resident set's high-water mark (VmHWM, reset before) less the resident set
-before and less what was packed. `extra_over_packed` is the largest over the largest packed layer.
+Peak memory is measured on one layer of each shape whose tensors are allocated beforehand, so that no page of a file counts: the
+resident set's high-water mark (VmHWM, reset before) minus the resident set before and the packed weight. `extra_over_packed` is
+the largest of these over the largest packed layer.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ EVERY = (*FAMILIES, *(f"gguf {kind}" for kind in GGUF_SCALES))
 
 
 def synthesize(folder: Path, family: str, gigabytes: float) -> None:
-    """A checkpoint of at least that size. All its layers hold the same random numbers; the files are different ones."""
+    """A checkpoint of about that size. All layers hold the same random numbers, in different files."""
     torch.manual_seed(1)
     if family.startswith("gguf "):
         _write_gguf(folder / "model.gguf", family.removeprefix("gguf "), gigabytes)
@@ -147,7 +147,7 @@ def synthesize(folder: Path, family: str, gigabytes: float) -> None:
         index |= dict.fromkeys(named, f"layer-{i}.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
-    os.sync()  # or the system is still writing them while they are read
+    os.sync()  # or the system still writes them back while they are read
 
 
 def _write_gguf(path: Path, kind: str, gigabytes: float) -> None:
@@ -166,23 +166,23 @@ def _write_gguf(path: Path, kind: str, gigabytes: float) -> None:
 
 
 def _by_threads(files: Sequence[Path], work: Callable[[Path, int, int], object]) -> float:
-    """Seconds of work(file, begin, end) on every file, cut into a part for each thread."""
+    """Seconds of work(file, begin, end) on every file, split into a range for each thread."""
     threads = torch.get_num_threads()
-    parts = []
+    ranges = []
     for i in range(threads):
         for file in files:
             size = file.stat().st_size // mmap.PAGESIZE
-            parts.append((i, file, size * i // threads * mmap.PAGESIZE, size * (i + 1) // threads * mmap.PAGESIZE))
+            ranges.append((i, file, size * i // threads * mmap.PAGESIZE, size * (i + 1) // threads * mmap.PAGESIZE))
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda _: None, range(threads)))
-        run = lambda i: [work(*part[1:]) for part in parts if part[0] == i]
+        run = lambda i: [work(*arguments) for thread, *arguments in ranges if thread == i]
         started = time.perf_counter()
         list(pool.map(run, range(threads)))
         return time.perf_counter() - started
 
 
 def read_again(files: Sequence[Path]) -> float:
-    """Seconds of read() into one buffer a thread."""
+    """Seconds of read() into one reused buffer per thread."""
     own = threading.local()
 
     def work(file: Path, begin: int, end: int) -> None:
@@ -198,7 +198,7 @@ def read_again(files: Sequence[Path]) -> float:
 
 
 def read_new(files: Sequence[Path]) -> float:
-    """Seconds of read() into a tensor for each part of a file, all of which are kept."""
+    """Seconds of read() into a new tensor for each range of a file, all of which are kept."""
     kept = []
 
     def work(file: Path, begin: int, end: int) -> None:
@@ -212,13 +212,13 @@ def read_new(files: Sequence[Path]) -> float:
 
 
 def mapped_sum(files: Sequence[Path]) -> float:
-    """Seconds of mapping the files and adding them up, 8 bytes at a time."""
+    """Seconds of mapping the files and summing them, 8 bytes at a time."""
     torch.empty(1)
 
     def work(file: Path, begin: int, end: int) -> None:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
             data = torch.frombuffer(mapped, dtype=torch.int64, offset=begin, count=(end - begin) // 8)
-            for at in range(0, data.numel(), 1 << 14):  # below the size from which torch would use threads of its own
+            for at in range(0, data.numel(), 1 << 14):  # below the size from which torch parallelizes
                 data[at : at + (1 << 14)].sum()
             del data
 
@@ -256,8 +256,8 @@ def one_pass(folder: Path) -> dict[str, Any]:
     return {"seconds": seconds, "parts": parts, "packed": packed, "kernels": sorted(kernels)}
 
 
-def _give_back() -> None:
-    """Nothing that was kept for later use may hide what is used now."""
+def _release_memory() -> None:
+    """Return cached memory to the system, so that its reuse does not hide an allocation."""
     gc.collect()
     bitline_memory.release()
     with contextlib.suppress(OSError, AttributeError):
@@ -265,7 +265,7 @@ def _give_back() -> None:
 
 
 def memory(folder: Path) -> dict[str, Any]:
-    """Bytes beyond the tensors as read and as packed, for one layer of each shape; the first of all only warms up."""
+    """Peak bytes beyond source tensors and packed weight, for one layer of each shape, after a warm-up."""
     checkpoint = bitline.open_checkpoint(folder)
     read = checkpoint.source.read
     shapes = {(record.spec.n, record.spec.k): record for record in checkpoint.layers()}
@@ -274,7 +274,7 @@ def memory(folder: Path) -> dict[str, Any]:
         tensors = {name: read(name).clone() for name in record.tensors}
         checkpoint.source.read = tensors.__getitem__  # type: ignore[method-assign]
         kernel = bitline.choose(record.spec).kernel
-        _give_back()
+        _release_memory()
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         packed = kernel.pack(record.weight())
@@ -313,8 +313,8 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=list(EVERY))
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where the checkpoints go (a temporary folder inside it)")
-    parser.add_argument("--out", type=Path, help="a JSON; families that it has already and that are not named are kept")
+    parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
+    parser.add_argument("--out", type=Path, help="JSON of results; families in it that are not named are kept")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -326,8 +326,8 @@ def main() -> None:
     for family in options.families:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             synthesize(Path(folder), family, options.gigabytes)
-            words = [sys.executable, __file__, "--child", folder, "--passes", str(options.passes)]
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=dict(os.environ))
+            command = [sys.executable, __file__, "--child", folder, "--passes", str(options.passes)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=dict(os.environ))
         row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         report["families"][family] = row | {"machine": machine()}
         best = row["best"]

@@ -26,7 +26,8 @@ from bitline.kernels.cpu.native_linear import CPUBatchInvariantLinearKernel, CPU
 from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import inputs, random_spec, random_weight
-from bitline.types import ActSpec, LinearSpec
+from bitline.types import LinearSpec
+from sanitized_calls import ACTS, INT4
 
 Case = tuple[str, Tensor | int]
 BF16 = torch.bfloat16
@@ -117,10 +118,6 @@ def gguf_blocks(core: native.Core) -> Iterator[Case]:
                 yield f"repack_gguf_blocks {kind} {n}x{count}", out
 
 
-INT4 = (types.uint4b8, types.uint4, types.uint3b4, types.uint2, types.uint8b128, types.uint8, types.int4, types.int8,
-        types.float4_e2m1, types.uint5b16)  # fmt: skip
-
-
 def int4pack(_core: native.Core) -> Iterator[Case]:
     for kind in INT4:
         for n, groups, group in ((1, 1, 32), (65, 2, 64), (130, 3, 128)):
@@ -132,8 +129,6 @@ def int4pack(_core: native.Core) -> Iterator[Case]:
 
 # ---- linear layers -------------------------------------------------------------------------------------------------------
 
-ACTS = (None, ActSpec(types.int8), ActSpec(types.int8, symmetric=False), ActSpec(types.int8, True, "tensor"),
-        ActSpec(types.int8, False, "tensor", 0, False), ActSpec(types.float8_e4m3fn))  # fmt: skip
 M_GEMV, M_PANEL = (1, 2, 3, 4, 5, 6, 9, 12, 13, 25), (64, 140, 600)
 
 

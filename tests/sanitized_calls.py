@@ -94,20 +94,20 @@ def repacking(r: random.Random) -> None:
             packed = random_int32(rows, columns, extra)
             packed_int32.repack_gptq(packed)
             packed_int32.repack_awq(packed, 8 * columns)
-            for width in (1, 2, 4, 8):
-                packed_int32.repack_gptq_permuted(packed, width, guarded(torch.randperm(rows * 32 // width).int()))
-            for width in range(1, 8):
-                if columns * 32 % width == 0:
-                    n = columns * 32 // width
+            for bits in (1, 2, 4, 8):
+                packed_int32.repack_gptq_permuted(packed, bits, guarded(torch.randperm(rows * 32 // bits).int()))
+            for bits in range(1, 8):
+                if columns * 32 % bits == 0:
+                    n = columns * 32 // bits
                     for minus_one in (False, True):
-                        packed_int32.unpack_zero_points(packed, width, n, minus_one=minus_one)
+                        packed_int32.unpack_zero_points(packed, bits, n, minus_one=minus_one)
                         if n % 8 == 0:
-                            packed_int32.unpack_zero_points(packed, width, n, minus_one=minus_one, interleaved=True)
-                stream = strided(random_bytes(rows, bitstream.row_bytes(columns, width) + extra), extra)
-                codes = bitstream.unpack(stream, width, columns)
-                assert int(codes.max()) < 1 << width
-                assert torch.equal(bitstream.unpack(bitstream.pack(codes, width), width, columns), codes)
-                bitstream.take(stream, width, columns, guarded(torch.randint(columns, (r.choice(SIZES),))))
+                            packed_int32.unpack_zero_points(packed, bits, n, minus_one=minus_one, interleaved=True)
+                stream = strided(random_bytes(rows, bitstream.row_bytes(columns, bits) + extra), extra)
+                codes = bitstream.unpack(stream, bits, columns)
+                assert int(codes.max()) < 1 << bits
+                assert torch.equal(bitstream.unpack(bitstream.pack(codes, bits), bits, columns), codes)
+                bitstream.take(stream, bits, columns, guarded(torch.randint(columns, (r.choice(SIZES),))))
             bitstream.take(random_bytes(rows, columns), 8, columns, guarded(torch.randint(columns, (5,))))
             for dtype in (torch.uint8, torch.bfloat16, torch.float32):
                 native.transposed(strided(guarded(torch.zeros(rows, columns + extra, dtype=dtype)), extra))
