@@ -1,4 +1,4 @@
-"""Conversions start from the attacks' checkpoints and from tests/tiny.py's models too."""
+"""Makes tests/tiny.py and the checkpoints of tests/attacks importable."""
 
 import sys
 from pathlib import Path

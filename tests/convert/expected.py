@@ -1,4 +1,4 @@
-"""Which fixture can be held exactly by which format. What is not listed is refused, with a reason for every layer."""
+"""Which format represents which fixture exactly. All others refuse it, with a reason for every layer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 
 _INT4_SYM = "compressed-tensors gptq awq gguf modelopt"
 _INT4_ASYM = "compressed-tensors gptq awq gguf"
-_WIDE = "compressed-tensors gptq gguf"
+_INT_SYM = "compressed-tensors gptq gguf"
 _CT = "compressed-tensors"
 
 LOSSLESS: dict[str, str] = {
     "ar_fp8block_autoround": "compressed-tensors fp8", "ar_fp8static_autoround": "compressed-tensors fp8",
     "ar_mxfp4_autoround": _CT, "ar_mxfp8_llmc": "compressed-tensors modelopt", "ar_nvfp4_autoround": _CT,
     "ar_w2g32_asym_autoround": _INT4_ASYM, "ar_w3g32_sym_autogptq": _INT4_SYM, "ar_w4g128_sym_autoawq": _INT4_SYM,
-    "ar_w4g32_asym_autoround": _INT4_ASYM, "ar_w4g32_mixed_autoround": _WIDE, "ar_w4g32_sym_autoround": _INT4_SYM,
-    "ar_w8g128_sym_autogptq": _WIDE, "autoawq_gemm": _INT4_ASYM, "autoawq_gemv": _INT4_ASYM, "autoawq_gemv_fast": "gguf",
+    "ar_w4g32_asym_autoround": _INT4_ASYM, "ar_w4g32_mixed_autoround": _INT_SYM, "ar_w4g32_sym_autoround": _INT4_SYM,
+    "ar_w8g128_sym_autogptq": _INT_SYM, "autoawq_gemm": _INT4_ASYM, "autoawq_gemv": _INT4_ASYM, "autoawq_gemv_fast": "gguf",
     "bnb_fp4": "", "bnb_fp4_nested_bf16_storage": "", "bnb_int8": _CT, "bnb_nf4": "", "bnb_nf4_nested": "",
     "ct_fp8_block": "compressed-tensors fp8", "ct_fp8_dynamic": "compressed-tensors fp8 modelopt",
     "ct_fp8_static": "compressed-tensors fp8 modelopt", "ct_mixed_w4a16_fp8": "compressed-tensors modelopt",
@@ -30,12 +30,13 @@ LOSSLESS: dict[str, str] = {
     "gq_smol2L_w4g128_asym_v2": _INT4_ASYM, "gq_w2g32_sym_v1": _INT4_SYM, "gq_w3g32_asym_descact_v1": "gptq",
     "gq_w4g128_sym_v1": _INT4_SYM, "gq_w4g32_asym_v1": _INT4_ASYM, "gq_w4g32_asym_v2": _INT4_ASYM,
     "gq_w4g32_dynamic_v1": _INT4_SYM, "gq_w4g32_sym_descact_v1": "gptq", "gq_w4gm1_descact_v1": _INT4_SYM,
-    "gq_w5g32_planar": _WIDE, "hqq_2bit": "", "hqq_3bit": "", "hqq_3bit_over_rows": "", "hqq_4bit": "", "hqq_4bit_bf16_view": "",
-    "hqq_8bit": "", "mo_fp8": "compressed-tensors fp8 modelopt", "mo_mxfp8": "compressed-tensors modelopt",
+    "gq_w5g32_planar": _INT_SYM, "hqq_2bit": "", "hqq_3bit": "", "hqq_3bit_over_rows": "", "hqq_4bit": "",
+    "hqq_4bit_bf16_view": "", "hqq_8bit": "", "mo_fp8": "compressed-tensors fp8 modelopt",
+    "mo_mxfp8": "compressed-tensors modelopt",
     "mo_nvfp4": "modelopt", "mo_w4a16_awq": "modelopt", "quark_fp8": "compressed-tensors fp8 modelopt",
     "quark_fp8_channel": "compressed-tensors fp8 modelopt", "quark_int4_order": _INT4_SYM, "quark_int4_reorder": _INT4_SYM,
     "quark_int8": _CT, "quark_mxfp4": _CT, "quark_nvfp4": "modelopt", "quark_uint4_order": _INT4_ASYM,
-    "quark_uint4_reorder": _INT4_ASYM, "torchao_fp8": _CT, "torchao_int8": _WIDE,
+    "quark_uint4_reorder": _INT4_ASYM, "torchao_fp8": _CT, "torchao_int8": _INT_SYM,
     "torchao_int8_dynamic": _CT, "torchao_intx3_asym": _CT, "torchao_intx4_group": _INT4_SYM,
 }  # fmt: skip
 
@@ -48,7 +49,7 @@ LLAMA = {
 
 
 def fixture_with_config(name: str, folder: Path) -> Path:
-    """The fixture, with the config of a Llama where it has none: a GGUF file has to say what model it is."""
+    """The fixture, with a Llama's config where it has none: a GGUF header describes the model."""
     path = CHECKPOINTS / name
     config = json.loads((path / "config.json").read_text())
     if "num_hidden_layers" in config:

@@ -1,4 +1,4 @@
-"""Whole models to convert, and what llama.cpp makes of one."""
+"""Small models to convert, and llama.cpp's output for one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny import compressed, llama
 
 
 def other(kind, **changes):
-    """A random model of two layers of another architecture, of a Llama's size."""
+    """A random two-layer model of another architecture, with the sizes of tiny.llama."""
     import transformers
 
     settings = {
@@ -25,21 +25,21 @@ def other(kind, **changes):
     return getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
 
 
-def checkpoint(folder, model, *, bits16=torch.float16):
-    """The model as compressed-tensors W4A16 with scales in 16 bits, and biases that are not zero."""
+def checkpoint(folder, model, *, float_dtype=torch.float16):
+    """The model as compressed-tensors W4A16 with 16-bit scales and random biases."""
     torch.manual_seed(3)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.data.normal_()
-    folder, model = compressed(folder, model.to(bits16))
+    folder, model = compressed(folder, model.to(float_dtype))
     tensors, state = load_file(folder / "model.safetensors"), model.state_dict()
     tensors |= {name: state[name].clone() for name in tensors if name.endswith("bias")}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def byte_pairs(folder, pre):
-    """A byte-level tokenizer of 256 bytes, one merge, a special token and one that a user added, saved as transformers does."""
+def byte_level_bpe(folder, pre):
+    """Save a byte-level BPE tokenizer of 256 bytes, one merge, a special token and a user-defined one."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,8 +52,8 @@ def byte_pairs(folder, pre):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", chat_template="{{ messages }}").save_pretrained(folder)
 
 
-def same_next_tokens(kind, folder):
-    """The largest difference of log probabilities, over the ten likeliest next tokens of six random prompts."""
+def largest_logprob_difference(kind, folder):
+    """llama.cpp against transformers: the largest difference in log probability of the ten likeliest tokens after six prompts."""
     import xllamacpp
     from tokenizers import pre_tokenizers
 
@@ -65,25 +65,20 @@ def same_next_tokens(kind, folder):
     more = {"sliding_window": None} if kind == "mistral" else {}
     model = made.get(kind, lambda: other(kind.capitalize(), **settings, **more))()
     source = checkpoint(folder / "source", model)
-    byte_pairs(source, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
+    byte_level_bpe(source, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
     bitline.convert(source, folder / "m.gguf", to="gguf")
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel, params.verbosity, params.warmup = (
-        str(folder / "m.gguf"),
-        256,
-        1,
-        -1,
-        False,
-    )
+    params.model.path, params.n_ctx, params.n_parallel = str(folder / "m.gguf"), 256, 1
+    params.verbosity, params.warmup = -1, False
     server, model, worst, seen = xllamacpp.Server(params), model.float(), 0.0, 0
     generator = torch.Generator().manual_seed(5)
     for i in range(6):
         ids = torch.randint(3, 256, (1, 20 + 20 * i), generator=generator)
         with torch.no_grad():
             wanted = torch.log_softmax(model(ids).logits[0, -1], -1)
-        said = server.handle_completions({"prompt": ids[0].tolist(), "n_predict": 1, "n_probs": 10, "temperature": 0.0})
-        said = json.loads(said) if isinstance(said, str) else said
-        content = (said["choices"][0].get("logprobs") or {}).get("content")  # none where a token is half a character
+        answer = server.handle_completions({"prompt": ids[0].tolist(), "n_predict": 1, "n_probs": 10, "temperature": 0.0})
+        answer = json.loads(answer) if isinstance(answer, str) else answer
+        content = (answer["choices"][0].get("logprobs") or {}).get("content")  # absent if a token is half a character
         for token in content[0]["top_logprobs"] if content else ():
             worst, seen = max(worst, abs(token["logprob"] - float(wanted[token["id"]]))), seen + 1
     assert seen >= 20

@@ -1,10 +1,10 @@
-"""Write interop.json: what other tools made of our GPTQ and AWQ files, beside the hash of each file.
+"""Write interop.json: how other tools dequantize converted GPTQ and AWQ files, with the hash of each file.
 
     python tests/convert/record_interop.py
 
-It needs packages that are no part of the tests' environment: gptqmodel, autoawq and xllamacpp (`pip install --no-deps` is
-enough for the modules that are used). test_convert_interop.py holds the hashes, so that a change of what is written asks for
-a new record; where the packages are installed it runs the same comparison.
+It needs packages that the tests' environment does not have: gptqmodel, autoawq and xllamacpp (`pip install --no-deps` is enough
+for the modules that are used). test_convert_interop.py checks the hashes, so that a change in what is written requires a new
+record; where the packages are installed it runs the same comparison.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from expected import CHECKPOINTS, LOSSLESS  # noqa: E402
-from gguf_models import same_next_tokens  # noqa: E402
-from tools import awq, digest, gptqmodel  # noqa: E402
+from external_decoders import awq, digest, gptqmodel  # noqa: E402
+from gguf_models import largest_logprob_difference  # noqa: E402
 
 import bitline  # noqa: E402
 
@@ -44,7 +44,7 @@ LLAMA_CPP_HOW = (
 
 
 def compare(folder: Path, weights: dict[str, torch.Tensor]) -> int:
-    """How many layers a tool decodes to what Bitline does, bit for bit after one rounding to the scales' dtype; all have to."""
+    """Assert that a tool's weights equal Bitline's bit for bit after one rounding to the scales' dtype. -> number of layers."""
     records = bitline.open_checkpoint(folder).layers()
     assert {record.name for record in records} == weights.keys()
     for record in records:
@@ -54,7 +54,7 @@ def compare(folder: Path, weights: dict[str, torch.Tensor]) -> int:
 
 
 def main() -> None:
-    """Convert, compare, write."""
+    """Convert every fixture, compare, write the record."""
     record: dict[str, object] = {
         "what": "layers of converted fixtures that a tool decodes to the same bits as Bitline, and the hash of what it decoded",
         "torch": torch.__version__, "tools": {}, "files": {},
@@ -68,10 +68,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 result = Path(folder) / "result"
                 bitline.convert(CHECKPOINTS / name, result, to=to)
-                equal = {tool: compare(result, decode(result)) for tool, decode in tools.items()}
+                equal = {tool: compare(result, dequantize(result)) for tool, dequantize in tools.items()}
                 files[name] = {"sha256": digest(result), "equal_layers": equal}
     with tempfile.TemporaryDirectory() as folder:
-        worst = {kind: round(same_next_tokens(kind, Path(folder) / kind), 4) for kind in LLAMA_CPP}
+        worst = {kind: round(largest_logprob_difference(kind, Path(folder) / kind), 4) for kind in LLAMA_CPP}
     record["llama.cpp"] = {"versions": {"xllamacpp": version("xllamacpp")}, "how": LLAMA_CPP_HOW, "worst_difference": worst}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -17,7 +17,7 @@ def test_text(tmp_path):
     done = bitline(CHECKPOINTS / "ct_w4a16_g128_asym", tmp_path / "m.gguf", "--to", "gguf")
     assert done.returncode == 0, done.stderr
     words = " ".join(done.stdout.split())
-    for said in (
+    for text in (
         "uint4+zero g128",
         "uint5b16 g32",
         "4-bit codes in 5 bits",
@@ -25,7 +25,7 @@ def test_text(tmp_path):
         "4 of 4",
         "no unquantized tensors",
     ):
-        assert said in words
+        assert text in words
     assert re.search(r"layers [\d.]+ [kM]B before, [\d.]+ [kM]B after", words)
 
 
@@ -44,7 +44,7 @@ def test_lossy_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("words", "code", "message"),
     [
         (("bnb_nf4", "--to", "gptq"), 1, "gptq cannot represent 4 of 4 layers exactly"),
         (("ct_w8a8_int8_dynamic", "--to", "gptq"), 1, "--weights-only"),
@@ -52,9 +52,9 @@ def test_lossy_text(tmp_path):
         (("gq_w4g128_sym_v1", "--to", "gguf"), 1, "is a file named"),
     ],
 )  # fmt: skip
-def test_exit_codes(words, code, says, tmp_path):
+def test_exit_codes(words, code, message, tmp_path):
     done = bitline(CHECKPOINTS / words[0], tmp_path / "out", *words[1:])
-    assert done.returncode == code and says in " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == code and message in " ".join((done.stdout + done.stderr).split())
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
     if code == 1:
         error = json.loads(bitline(CHECKPOINTS / words[0], tmp_path / "out", *words[1:], "--json").stdout)["error"]

@@ -1,4 +1,4 @@
-"""The table in docs/convert.md says what the fixtures show."""
+"""The table in docs/convert.md matches what the fixtures show."""
 
 from pathlib import Path
 
@@ -65,15 +65,15 @@ def test_every_row_is_tested():
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_rows_of_producers_checkpoints(row):
-    said = {to for to, cell in table()[row].items() if cell == "="}
+def test_rows_with_fixtures(row):
+    documented = {to for to, cell in table()[row].items() if cell == "="}
     for name in ROWS[row]:
-        assert set(LOSSLESS[name].split()) == said, name
+        assert set(LOSSLESS[name].split()) == documented, name
 
 
 @pytest.mark.parametrize("row", GGUF)
 def test_rows_of_gguf_types(row):
-    """Weights as the GGUF reader makes them, of any values."""
+    """Random weights in the specs that the GGUF reader produces."""
     for spec in GGUF[row]:
         for to, cell in table()[row].items():
             if cell == "a copy":

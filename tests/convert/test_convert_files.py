@@ -1,4 +1,4 @@
-"""What a conversion leaves on the disk, and what it refuses: folders in the way, full disks, interrupts, odd names, shards."""
+"""Files that a conversion writes, and what it refuses: existing outputs, full disks, interrupts, unusual names, shards."""
 
 import json
 import os
@@ -38,10 +38,10 @@ def entries(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-# ---- where it goes -------------------------------------------------------------------------------------------------------
+# ---- output paths --------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
+def test_nonempty_folder_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match="not empty"):
@@ -50,7 +50,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["awq", "gguf"])
-def test_a_file_in_the_way_is_left_alone(to, tmp_path):
+def test_existing_file_is_refused(to, tmp_path):
     out = tmp_path / "out.gguf"
     out.write_text("mine")
     with pytest.raises(InputError):
@@ -63,7 +63,7 @@ def test_a_file_in_the_way_is_left_alone(to, tmp_path):
 
 
 @pytest.mark.parametrize("onto", ["itself", "another"])
-def test_never_onto_the_source(onto, tmp_path):
+def test_source_is_never_overwritten(onto, tmp_path):
     folder = shutil.copytree(GPTQ, tmp_path / "model")
     before = {name: (folder / name).read_bytes() for name in entries(folder)}
     with pytest.raises(InputError, match="not empty"):
@@ -71,7 +71,7 @@ def test_never_onto_the_source(onto, tmp_path):
     assert before == {name: (folder / name).read_bytes() for name in entries(folder)}
 
 
-def test_an_empty_folder_and_missing_parents_are_used(tmp_path):
+def test_empty_folder_and_missing_parents(tmp_path):
     (tmp_path / "empty").mkdir()
     bitline.convert(GPTQ, tmp_path / "empty", to="awq")
     bitline.convert(GPTQ, tmp_path / "a" / "b" / "c", to="awq")
@@ -79,17 +79,17 @@ def test_an_empty_folder_and_missing_parents_are_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("to", "name", "says"),
+    ("to", "name", "message"),
     [("exl2", "o", "unknown format"), ("gguf", "folder", "is a file named"), ("gptq", "model.gguf", "is a folder"),
      ("gptq", "x.safetensors", "is a folder")],
 )  # fmt: skip
-def test_wrong_words(to, name, says, tmp_path):
-    with pytest.raises(InputError, match=says):
+def test_wrong_arguments(to, name, message, tmp_path):
+    with pytest.raises(InputError, match=message):
         bitline.convert(GPTQ, tmp_path / name, to=to)
     assert not entries(tmp_path)
 
 
-def test_nothing_quantized_is_nothing_to_convert(tmp_path):
+def test_unquantized_checkpoint_is_refused(tmp_path):
     folder = tmp_path / "plain"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
@@ -98,7 +98,7 @@ def test_nothing_quantized_is_nothing_to_convert(tmp_path):
         bitline.convert(folder, tmp_path / "out", to="gptq")
 
 
-# ---- nothing half-done ---------------------------------------------------------------------------------------------------
+# ---- no partial results --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("to", ["gptq", "gguf"])
@@ -115,7 +115,7 @@ def test_an_interrupt_leaves_nothing(to, when, tmp_path):
 
 @pytest.mark.parametrize("to", ["gptq", "gguf"])
 def test_a_full_disk_leaves_nothing(to, tmp_path):
-    """The system's limit on the size of a file stands in for a disk that runs full in the middle of the weights."""
+    """RLIMIT_FSIZE stands in for a disk that fills up in the middle of the weights."""
     code = (
         "import resource, sys, bitline; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
         f"try: bitline.convert({str(GPTQ)!r}, {str(tmp_path / ('out.' + to))!r}, to={to!r})\n"
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 @pytest.mark.parametrize("part", ["code", "scale", "bias", "plain"])
 def test_a_result_that_does_not_read_back_is_deleted(part, tmp_path, monkeypatch):
-    """Whatever is written wrongly, by a mistake here or by the disk, the proof finds it."""
+    """Verification finds any difference, whether a bug or the disk caused it."""
     tensors, config = bases.gptq()
     folder = source(tmp_path / "s", tensors | {"model.norm.weight": torch.ones(8)}, config)
     name = {"code": f"{LAYER}.qweight", "scale": f"{LAYER}.scales", "bias": f"{LAYER}.bias", "plain": "model.norm.weight"}[part]
@@ -144,8 +144,7 @@ def test_a_result_that_does_not_read_back_is_deleted(part, tmp_path, monkeypatch
     def damaged(path):
         file = path / "model.safetensors"
         with safe_open(file, "pt") as opened:
-            slot = opened.metadata() is not None and name in opened.keys()  # noqa: SIM118
-        assert slot
+            assert opened.metadata() is not None and name in opened.keys()  # noqa: SIM118
         raw = bytearray(file.read_bytes())
         header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
         at = 8 + int.from_bytes(raw[:8], "little") + header[name]["data_offsets"][0]
@@ -159,8 +158,8 @@ def test_a_result_that_does_not_read_back_is_deleted(part, tmp_path, monkeypatch
     assert entries(tmp_path) == ["s"]
 
 
-def test_a_refusal_that_is_found_late_names_every_layer(tmp_path):
-    """Whether scales fit is in the data: the first layers are written by then, and go again."""
+def test_refusal_found_while_writing_names_every_layer(tmp_path):
+    """Whether scales are exact depends on the data: the first layers are written by then, and removed."""
     good, config = packed("model.layers.0.mlp.up_proj")
     tensors = dict(good)
     for i in range(1, 7):
@@ -168,15 +167,17 @@ def test_a_refusal_that_is_found_late_names_every_layer(tmp_path):
         scale = f"model.layers.{i}.mlp.up_proj.weight_scale"
         tensors |= more | {scale: more[scale].float() * 1.0001}
     folder = source(tmp_path / "s", tensors, config)
-    with pytest.raises(ConversionError, match=r"cannot represent 6 of 7 layers.*and 2 more.*not exact in float16 or bfloat16") as caught:
+    with pytest.raises(
+        ConversionError, match=r"cannot represent 6 of 7 layers.*and 2 more.*not exact in float16 or bfloat16"
+    ) as caught:
         bitline.convert(folder, tmp_path / "out", to="gptq")
     assert set(caught.value.layers) == {f"model.layers.{i}.mlp.up_proj" for i in range(1, 7)}
     assert "compressed-tensors" in caught.value.fix and "--lossy" in caught.value.fix
     assert entries(tmp_path) == ["s"]
 
 
-def test_another_format_is_named_where_it_holds_every_layer(tmp_path):
-    """awq holds neither 8 bits nor FP8; gptq would hold the five layers of 8 bits that come first, and not the last one."""
+def test_alternative_formats_are_named_if_every_layer_fits(tmp_path):
+    """awq supports neither 8 bits nor FP8; gptq supports the first five layers, of 8 bits, but not the last one."""
     tensors, config = {}, packed("x")[1]
     for i in range(6):
         module = f"model.layers.{i}.mlp.up_proj"
@@ -206,8 +207,8 @@ NAMES = [
 
 
 @pytest.mark.parametrize("to", ["gptq", "awq", "compressed-tensors", "modelopt"])
-def test_odd_names(to, tmp_path):
-    """Names are data: what means something in an expression, in JSON or in a terminal is written and found as it is."""
+def test_unusual_names(to, tmp_path):
+    """Names with metacharacters of regular expressions, JSON and terminals are preserved."""
     tensors, config = {}, None
     for i, name in enumerate(NAMES):
         more, config = packed(name)
@@ -217,8 +218,8 @@ def test_odd_names(to, tmp_path):
     assert [layer.name for layer in report.layers] == NAMES
 
 
-def test_layers_that_differ_get_a_rule_each_and_no_more(tmp_path):
-    """GPTQ's `dynamic` and compressed-tensors' groups: one pattern where numbers are all that differs."""
+def test_overrides_use_as_few_patterns_as_possible(tmp_path):
+    """GPTQ's `dynamic` and compressed-tensors' groups: one pattern for names that differ in their index only."""
     tensors, config = {}, None
     for i in range(3):
         for leaf, symmetric in (("up_proj", True), ("down_proj", False)):
@@ -242,8 +243,8 @@ def test_layers_that_differ_get_a_rule_each_and_no_more(tmp_path):
     ]  # fmt: skip
 
 
-def test_names_that_a_list_of_parts_cannot_tell_apart_are_refused(tmp_path):
-    """AWQ would take mlp.gate for a part of mlp.gate_proj, and leave both alone."""
+def test_ambiguous_ignored_modules_are_refused(tmp_path):
+    """AWQ's readers would match mlp.gate in mlp.gate_proj, and ignore both."""
     tensors, config = packed("model.layers.0.mlp.gate_proj")
     folder = source(tmp_path / "s", tensors | {"model.layers.0.mlp.gate.weight": torch.ones(4, 64)}, config)
     with pytest.raises(ConversionError, match=r"by substring.*gate_proj"):
@@ -251,7 +252,7 @@ def test_names_that_a_list_of_parts_cannot_tell_apart_are_refused(tmp_path):
     assert entries(tmp_path) == ["s"] and bitline.convert(folder, tmp_path / "out", to="gptq").exact
 
 
-def test_a_plain_tensor_with_the_name_of_a_new_one_is_an_error(tmp_path):
+def test_unquantized_tensor_with_the_name_of_a_new_one_is_refused(tmp_path):
     tensors, config = packed(LAYER)
     folder = source(tmp_path / "s", tensors | {f"{LAYER}.scales": torch.ones(2)}, config)
     with pytest.raises(ConversionError, match="one name"):
@@ -259,11 +260,11 @@ def test_a_plain_tensor_with_the_name_of_a_new_one_is_an_error(tmp_path):
     assert entries(tmp_path) == ["s"]
 
 
-# ---- what is beside the layers -------------------------------------------------------------------------------------------
+# ---- beside the layers ---------------------------------------------------------------------------------------------------
 
 
-def test_shards_are_small_whole_and_aligned(tmp_path):
-    """Every shard is a file that safetensors reads, and data that is odd in size leaves nothing unaligned."""
+def test_shards_are_bounded_valid_and_aligned(tmp_path):
+    """safetensors reads every shard, and tensors of odd size leave no other unaligned."""
     tensors, config = {}, None
     for i in range(5):
         more, config = packed(f"model.layers.{i}.mlp.up_proj")
@@ -290,7 +291,7 @@ def test_shards_are_small_whole_and_aligned(tmp_path):
         assert torch.equal(found[name], tensors[name])
 
 
-def test_other_files_come_along_and_weights_do_not(tmp_path):
+def test_other_files_are_copied_but_not_weights(tmp_path):
     folder = shutil.copytree(GPTQ, tmp_path / "s")
     for name in ("tokenizer.json", "generation_config.json", "modeling_own.py", "LICENSE", "chat_template.jinja"):
         (folder / name).write_text("{}")
@@ -318,14 +319,14 @@ def test_other_files_come_along_and_weights_do_not(tmp_path):
 
 
 def test_a_single_file(tmp_path):
-    """A .safetensors file with its config beside it is a checkpoint as well."""
+    """A .safetensors file with its config beside it is a checkpoint too."""
     folder = shutil.copytree(GPTQ, tmp_path / "s")
     report = bitline.convert(folder / "model.safetensors", tmp_path / "out", to="awq")
     assert report.exact and "config.json" in entries(tmp_path / "out")
 
 
-def test_embeddings_and_heads_that_a_format_cannot_hold_become_plain_weights(tmp_path):
-    """Exact, and what tools expect there; the report says it."""
+def test_embeddings_and_heads_are_dequantized_where_a_format_lacks_them(tmp_path):
+    """Exact, as tools expect, and reported."""
     tensors, config = packed("model.layers.0.mlp.up_proj")
     embedding, _ = packed("model.embed_tokens")
     config["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
@@ -337,11 +338,11 @@ def test_embeddings_and_heads_that_a_format_cannot_hold_become_plain_weights(tmp
     assert torch.equal(table.float(), bitline.open_checkpoint(folder).layer("model.embed_tokens").weight().dequantize())
 
 
-# ---- what is asked for ---------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("to", ["gptq", "awq", "compressed-tensors", "gguf", "modelopt"])
-def test_input_schemes_are_never_dropped_unasked(to, tmp_path):
+def test_activation_quantization_is_not_dropped_by_default(to, tmp_path):
     folder = CHECKPOINTS / "ct_w8a8_int8_dynamic"
     if to == "compressed-tensors":
         assert bitline.convert(folder, tmp_path / "kept", to=to).exact
@@ -360,7 +361,7 @@ def test_input_schemes_are_never_dropped_unasked(to, tmp_path):
     ("gq_w4g32_sym_descact_v1", "gguf"), ("ct_mxfp4a16", "gptq"), ("gq_w4g32_sym_descact_v1", "compressed-tensors"),
     ("ar_w8g128_sym_autogptq", "awq"), ("ar_w4g32_mixed_autoround", "awq"), ("bnb_nf4_nested", "compressed-tensors"),
 ])  # fmt: skip
-def test_lossy_rounds_and_says_how_far(name, to, tmp_path):
+def test_lossy_reports_the_rounding_error(name, to, tmp_path):
     folder = CHECKPOINTS / name
     with pytest.raises(ConversionError, match="--lossy"):
         bitline.convert(folder, tmp_path / f"out.{to}", to=to)
@@ -380,8 +381,8 @@ def test_lossy_rounds_and_says_how_far(name, to, tmp_path):
             assert layer.rms_error == pytest.approx(float(error.norm() / exact.norm()), rel=1e-3)
 
 
-def test_lossy_touches_only_what_has_to_be(tmp_path):
-    """ar_w4g32_mixed has one layer of 8 bits: for AWQ it is rounded, and the others are not."""
+def test_lossy_rounds_only_what_is_not_exact(tmp_path):
+    """ar_w4g32_mixed has one layer of 8 bits: for AWQ it alone is rounded."""
     report = bitline.convert(CHECKPOINTS / "ar_w4g32_mixed_autoround", tmp_path / "out", to="awq", lossy=True)
     assert [layer.name for layer in report.layers if not layer.exact] == ["model.layers.0.mlp.down_proj"]
     report = bitline.convert(CHECKPOINTS / "gq_w4g128_sym_v1", tmp_path / "same", to="awq", lossy=True)
@@ -389,7 +390,7 @@ def test_lossy_touches_only_what_has_to_be(tmp_path):
 
 
 def test_a_stack_of_experts(tmp_path):
-    """gpt-oss: an expert becomes a module of its own, biases too."""
+    """gpt-oss: each expert becomes a module of its own, with its bias."""
     blocks = torch.randint(0, 256, (3, 32, 2, 16), dtype=torch.uint8)
     scales = torch.randint(100, 130, (3, 32, 2), dtype=torch.uint8)
     stack = "model.layers.0.mlp.experts.gate_up_proj"
@@ -400,15 +401,15 @@ def test_a_stack_of_experts(tmp_path):
     assert any("expert" in note for note in report.notes)
 
 
-def test_the_same_twice_is_the_same_to_the_byte(tmp_path):
+def test_conversion_is_deterministic(tmp_path):
     for name in ("a", "b"):
         bitline.convert(GPTQ, tmp_path / name, to="compressed-tensors")
     for name in entries(tmp_path / "a"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_memory_is_a_layer_and_not_the_model(tmp_path):
-    """A model of 200 layers may take no more than a few of them beside what the process has."""
+def test_peak_memory_is_a_layer(tmp_path):
+    """Converting a model of 200 layers takes the memory of a few of them."""
     tensors, config = {}, None
     for i in range(200):
         tensors |= {
@@ -434,6 +435,6 @@ def test_memory_is_a_layer_and_not_the_model(tmp_path):
     assert int(done.stdout) * 1024 < size / 2, f"{int(done.stdout) >> 10} MiB more for {size >> 20} MiB"
 
 
-def test_names_of_the_targets_are_the_commands_own():
+def test_target_names():
     assert set(TARGETS) == {"compressed-tensors", "gptq", "awq", "gguf", "fp8", "modelopt"}
     assert all(kind.name == to for to, kind in TARGETS.items())

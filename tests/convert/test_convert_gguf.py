@@ -1,13 +1,13 @@
-"""GGUF in and out: names, rows, metadata and tokenizers, on whole models whose logits must stay what they are."""
+"""To and from GGUF: names, row order, metadata and tokenizers, on whole models whose logits must not change."""
 
 import json
 
 import pytest
 import torch
-from gguf_models import byte_pairs, checkpoint, other, same_next_tokens
+from external_decoders import gguf_tensors
+from gguf_models import byte_level_bpe, checkpoint, largest_logprob_difference, other
 from record_interop import LLAMA_CPP
 from safetensors.torch import load_file, save_file
-from tools import gguf_tensors
 
 import bitline
 from bitline.conversion.gguf.tokenizer import tokenizer_metadata
@@ -33,8 +33,8 @@ def logits(path):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_is_the_same_in_gguf_and_back(kind, tmp_path):
-    """Through llama.cpp's names and row order and through transformers' again: not a bit of the logits changes."""
+def test_round_trip_through_gguf(kind, tmp_path):
+    """A round trip through llama.cpp's names and row order keeps the logits bit for bit."""
     source = checkpoint(tmp_path / "source", MODELS[kind]())
     before = logits(source)
     report = bitline.convert(source, tmp_path / "model.gguf", to="gguf")
@@ -48,7 +48,7 @@ def test_a_model_is_the_same_in_gguf_and_back(kind, tmp_path):
         assert set(original.dense_names()) == set(again.dense_names())
 
 
-def test_metadata_is_what_llama_cpp_asks_for(tmp_path):
+def test_metadata_that_llama_cpp_requires(tmp_path):
     source = checkpoint(tmp_path / "source", llama(rms_norm_eps=1e-5))
     bitline.convert(source, tmp_path / "m.gguf", to="gguf")
     found = bitline.open_checkpoint(tmp_path / "m.gguf").metadata
@@ -68,7 +68,7 @@ def test_metadata_is_what_llama_cpp_asks_for(tmp_path):
 
 
 def test_vectors_are_float32_and_matrices_keep_their_dtype(tmp_path):
-    source = checkpoint(tmp_path / "source", llama(attention_bias=True), bits16=torch.bfloat16)
+    source = checkpoint(tmp_path / "source", llama(attention_bias=True), float_dtype=torch.bfloat16)
     bitline.convert(source, tmp_path / "m.gguf", to="gguf")
     opened = bitline.open_checkpoint(tmp_path / "m.gguf").source
     kinds = {name: (kind, len(shape)) for name, (kind, shape) in opened.ggml.items()}
@@ -76,8 +76,8 @@ def test_vectors_are_float32_and_matrices_keep_their_dtype(tmp_path):
     assert kinds["token_embd.weight"] == kinds["output.weight"] == ("BF16", 2)
 
 
-def test_llama3_frequencies_are_transformers_own(tmp_path):
-    """rope_freqs divides the plain frequencies; transformers computes the divided ones."""
+def test_llama3_frequency_factors(tmp_path):
+    """rope_freqs divides the default frequencies; the quotients are the inv_freq that transformers computes."""
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 512}  # fmt: skip
     model = lambda: llama(rope_parameters=rope, max_position_embeddings=4096, head_dim=64)
@@ -90,7 +90,7 @@ def test_llama3_frequencies_are_transformers_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"model_type": "gpt_neox"}, r"this architecture.*gpt_neox"), ({"model_type": None}, "this architecture"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding window"),
@@ -98,16 +98,16 @@ def test_llama3_frequencies_are_transformers_own(tmp_path):
         ({"num_hidden_layers": "two"}, "no usable num_hidden_layers"), ({"vocab_size": -1}, "no usable vocab_size"),
     ],
 )  # fmt: skip
-def test_models_that_llama_cpp_would_misunderstand_are_refused(changes, says, tmp_path):
+def test_models_that_llama_cpp_would_run_differently_are_refused(changes, message, tmp_path):
     source = checkpoint(tmp_path / "source", llama())
     config = json.loads((source / "config.json").read_text()) | changes
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConversionError, match=says):
+    with pytest.raises(ConversionError, match=message):
         bitline.convert(source, tmp_path / "m.gguf", to="gguf")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
-def test_a_tensor_without_a_name_is_refused(tmp_path):
+def test_tensor_without_a_llama_cpp_name_is_refused(tmp_path):
     source = checkpoint(tmp_path / "source", llama())
     tensors = load_file(source / "model.safetensors") | {"model.layers.0.mlp.strange.weight": torch.ones(4, 64)}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
@@ -115,14 +115,14 @@ def test_a_tensor_without_a_name_is_refused(tmp_path):
         bitline.convert(source, tmp_path / "m.gguf", to="gguf")
 
 
-def test_gguf_to_gguf_is_a_copy(tmp_path):
+def test_gguf_to_gguf_is_refused(tmp_path):
     source = checkpoint(tmp_path / "source", llama())
     bitline.convert(source, tmp_path / "m.gguf", to="gguf")
     with pytest.raises(InputError, match="gguf file already"):
         bitline.convert(tmp_path / "m.gguf", tmp_path / "n.gguf", to="gguf")
 
 
-def test_a_gguf_tensor_without_a_place_is_refused(tmp_path):
+def test_gguf_tensor_without_a_module_is_refused(tmp_path):
     import bases
 
     raw = bases.gguf_bytes(bases.PAIRS, bases.one_matrix("blk.0.strange.weight")[0], bases.q8_0(32, 64))
@@ -137,7 +137,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def split(digits):
+def split_pre_tokenizer(digits):
     from tokenizers import Regex, pre_tokenizers
 
     return pre_tokenizers.Sequence([
@@ -146,21 +146,21 @@ def split(digits):
     ])  # fmt: skip
 
 
-def splitters():
+def pre_tokenizers_by_name():
     from tokenizers import pre_tokenizers
 
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     return {
         "gpt-2": bytes_, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_]),
-        "llama-bpe": split(r"\p{N}{1,3}"), "qwen2": split(r"\p{N}"),
+        "llama-bpe": split_pre_tokenizer(r"\p{N}{1,3}"), "qwen2": split_pre_tokenizer(r"\p{N}"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
 def test_byte_level_tokenizers(name, tmp_path):
-    """llama.cpp is told how words are split by a name; the expression itself is not in the file."""
+    """The file names the pre-tokenizer; the expression itself is in llama.cpp."""
     source = checkpoint(tmp_path / "source", llama(vocab_size=264, bos_token_id=257))
-    byte_pairs(source, splitters()[name])
+    byte_level_bpe(source, pre_tokenizers_by_name()[name])
     bitline.convert(source, tmp_path / "m.gguf", to="gguf")
     found = bitline.open_checkpoint(tmp_path / "m.gguf").metadata
     assert found["tokenizer.ggml.model"] == "gpt2" and found["tokenizer.ggml.pre"] == name
@@ -190,7 +190,7 @@ def test_sentencepiece_tokenizers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda t: t.update(pre_tokenizer={"type": "Whitespace"}), "no name for the tokenizer's pre-tokenizer"),
         (lambda t: t.update(pre_tokenizer=None), "no name for the tokenizer's pre-tokenizer"),
@@ -201,18 +201,18 @@ def test_sentencepiece_tokenizers(tmp_path):
         (lambda t: t["model"].update(merges=[["a", "b", "c"]]), "cannot be written"),
     ],
 )  # fmt: skip
-def test_tokenizers_that_would_be_misread_are_refused(change, says, tmp_path):
+def test_unsupported_tokenizers_are_refused(change, message, tmp_path):
     source = checkpoint(tmp_path / "source", llama(vocab_size=264))
-    byte_pairs(source, splitters()["gpt-2"])
+    byte_level_bpe(source, pre_tokenizers_by_name()["gpt-2"])
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     change(tokenizer)
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConversionError, match=says):
+    with pytest.raises(ConversionError, match=message):
         tokenizer_metadata(source_model(bitline.open_checkpoint(source)), 264)
 
 
 @pytest.mark.parametrize("kind", LLAMA_CPP)
-def test_llama_cpp_says_the_same(kind, tmp_path):
-    """Where llama.cpp is installed: its probabilities of the next token are transformers' own, but for its 8-bit inputs."""
+def test_llama_cpp_predicts_the_same_tokens(kind, tmp_path):
+    """Where llama.cpp is installed: its next-token probabilities are transformers', up to its 8-bit activations."""
     pytest.importorskip("xllamacpp")
-    assert same_next_tokens(kind, tmp_path) < 0.3
+    assert largest_logprob_difference(kind, tmp_path) < 0.3

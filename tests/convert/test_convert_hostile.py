@@ -1,4 +1,4 @@
-"""Files made to do harm: a conversion refuses them as opening them does, or converts what is odd and legal to the bit."""
+"""Hostile files: a conversion refuses them as opening them does, or converts unusual but legal ones exactly."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_models import byte_pairs, checkpoint
-from outcomes import SLACK, guarded, room, within
+from gguf_models import byte_level_bpe, checkpoint
+from outcomes import MARGIN, address_space_limit, memory_limit, time_limit
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
@@ -24,24 +24,24 @@ from corpus import ATTACKS  # noqa: E402
 
 from tiny import llama  # noqa: E402
 
-LACK = ("MemoryError", "allocate memory", "no memory")  # what the lack of memory is called, whoever noticed it
+OUT_OF_MEMORY = ("MemoryError", "allocate memory", "no memory")  # texts of out-of-memory errors
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported(tmp_path_factory):
-    """What is imported and started for a conversion either way counts as there already."""
+    """Import and initialize everything first, so that it does not count as memory of a conversion."""
     folder = tmp_path_factory.mktemp("warm")
     bitline.convert(checkpoint(folder / "s", llama()), folder / "m.gguf", to="gguf")
     bitline.convert(folder / "m.gguf", folder / "out", to="gptq")
 
 
 def converted(path, result, to):
-    """Whether it is converted, to the bit; within 64 MB beside what reading may take. Else it was refused, for what it is."""
+    """Whether the conversion was exact, within 64 MB beside what reading may take; else it was refused with a proper reason."""
     try:
-        with guarded(), within(room(path) + SLACK):
+        with time_limit(), address_space_limit(memory_limit(path) + MARGIN):
             assert bitline.convert(path, result, to=to).exact
     except BitlineError as error:
-        assert not isinstance(error, OutOfMemoryError) and not any(word in str(error) for word in LACK), error
+        assert not isinstance(error, OutOfMemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY), error
         assert not result.exists(), "something is left of it"
         return False
     return True
@@ -65,11 +65,11 @@ def test_attack(attack, tmp_path):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("embedding", [True, False])
-def test_lies_about_sizes_that_are_smaller_than_any_limit(lie, embedding, tmp_path):
-    """A table of as many entries as a config says would take hundreds of megabytes, or come out as another model's."""
+def test_wrong_sizes_below_every_limit(lie, embedding, tmp_path):
+    """Believing such a config would take hundreds of megabytes, or write a file of another model."""
     folder = checkpoint(tmp_path / "source", llama(vocab_size=264))
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | lie))
-    byte_pairs(folder, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
+    byte_level_bpe(folder, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
     if not embedding:
         tensors = load_file(folder / "model.safetensors")
         save_file({k: t for k, t in tensors.items() if "embed" not in k and "head" not in k}, folder / "model.safetensors")
@@ -79,8 +79,8 @@ def test_lies_about_sizes_that_are_smaller_than_any_limit(lie, embedding, tmp_pa
     )
 
 
-def test_shapes_that_contradict_a_gguf_files_metadata(tmp_path):
-    """transformers would not load the result into its places."""
+def test_gguf_shapes_that_contradict_the_metadata(tmp_path):
+    """transformers would not load the result into its parameters."""
     names = {"gguf-feed_forward_length-odd", "gguf-vocab_size-odd", "gguf-token_embd.weight-columns",
              "gguf-blk.0.attn_q.weight-one-dimension", "gguf-output_norm.weight-too-short"}  # fmt: skip
     attacks = [attack for attack in ATTACKS if attack.name in names]
@@ -93,8 +93,8 @@ def test_shapes_that_contradict_a_gguf_files_metadata(tmp_path):
         assert caught.value.tensor and not (tmp_path / "out").exists()
 
 
-def test_numbers_that_float32_does_not_hold(tmp_path):
-    """GGUF's vectors are float32: a float64 one that is more is refused, and one that is not is carried."""
+def test_float64_tensors(tmp_path):
+    """GGUF's vectors are float32: a float64 vector is refused unless it is exact in float32."""
     folder = checkpoint(tmp_path / "source", llama())
     tensors = load_file(folder / "model.safetensors")
     for value, exact in ((1.5, True), (1 + 2.0**-40, False)):

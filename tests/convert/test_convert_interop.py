@@ -1,6 +1,7 @@
-"""What is written is what other tools read: compressed-tensors and gguf here, GPTQModel and AutoAWQ where they are installed.
+"""Other tools dequantize converted files to the same weights: compressed-tensors and gguf always, GPTQModel and AutoAWQ where
+they are installed.
 
-For those two interop.json records a run, with the hash of every file: a file that is still the same is still read the same.
+For those two interop.json has a recorded run with the hash of every file; files with the same hash need no new run.
 """
 
 import importlib.util
@@ -9,9 +10,9 @@ import json
 import pytest
 import torch
 from expected import CHECKPOINTS, LOSSLESS, fixture_with_config
+from external_decoders import compressed_tensors, digest, gguf_tensors
 from gguf_models import checkpoint
 from record_interop import RECORD, TOOLS, compare
-from tools import compressed_tensors, digest, gguf_tensors
 
 import bitline
 from bitline.model.transformers_logging import suppress_transformers_logging
@@ -25,12 +26,12 @@ GGUF_NAMES = {
 _COMPUTES_IN = {torch.float8_e8m0fnu: torch.bfloat16, torch.float8_e4m3fn: torch.bfloat16}
 
 
-def held_by(to):
+def exact_in(to):
     return [name for name, targets in LOSSLESS.items() if to in targets.split()]
 
 
-@pytest.mark.parametrize("name", held_by("compressed-tensors"))
-def test_the_compressed_tensors_package_decompresses_what_we_write(name, tmp_path):
+@pytest.mark.parametrize("name", exact_in("compressed-tensors"))
+def test_compressed_tensors_package(name, tmp_path):
     bitline.convert(CHECKPOINTS / name, tmp_path / "out", to="compressed-tensors")
     theirs = compressed_tensors(tmp_path / "out")
     records = bitline.open_checkpoint(CHECKPOINTS / name).layers()
@@ -39,11 +40,11 @@ def test_the_compressed_tensors_package_decompresses_what_we_write(name, tmp_pat
     for record in records:
         dtype = written.layer(record.name).spec.scale_dtype
         ours = record.weight().dequantize(_COMPUTES_IN.get(dtype, dtype)).float()
-        assert torch.equal(theirs[record.name] + 0.0, ours + 0.0), record.name  # + 0.0: a zero's sign is not its business
+        assert torch.equal(theirs[record.name] + 0.0, ours + 0.0), record.name  # + 0.0: it does not keep the sign of zero
 
 
-@pytest.mark.parametrize("name", held_by("gguf"))
-def test_the_gguf_package_dequantizes_what_we_write(name, tmp_path):
+@pytest.mark.parametrize("name", exact_in("gguf"))
+def test_gguf_package(name, tmp_path):
     source = fixture_with_config(name, tmp_path / "source")
     report = bitline.convert(source, tmp_path / "out.gguf", to="gguf")
     theirs = gguf_tensors(tmp_path / "out.gguf")
@@ -52,16 +53,16 @@ def test_the_gguf_package_dequantizes_what_we_write(name, tmp_path):
     for record in bitline.open_checkpoint(source).layers():
         _, _, number, _, leaf = record.name.split(".")
         found = theirs[f"blk.{number}.{GGUF_NAMES[leaf]}.weight"]
-        if leaf in heads:  # llama.cpp rotates neighbouring rows of each head, transformers rows half a head apart
+        if leaf in heads:  # llama.cpp rotates adjacent rows of each head, transformers rows half a head apart
             n, k = found.shape
             found = found.reshape(heads[leaf], n // heads[leaf] // 2, 2, k).swapaxes(1, 2).reshape(n, k)
         assert torch.equal(found, record.weight().dequantize()), record.name
     assert report.exact
 
 
-@pytest.mark.parametrize(("to", "name"), [(to, name) for to in TOOLS for name in held_by(to)])
-def test_what_other_tools_read_is_what_we_still_write(to, name, tmp_path):
-    """The recorded run is about these very bytes. If this fails on purpose, run record_interop.py again."""
+@pytest.mark.parametrize(("to", "name"), [(to, name) for to in TOOLS for name in exact_in(to)])
+def test_files_are_those_of_the_recorded_run(to, name, tmp_path):
+    """The record holds for these bytes only. After a deliberate change run record_interop.py again."""
     bitline.convert(CHECKPOINTS / name, tmp_path / "out", to=to)
     recorded = RECORDED["files"][to][name]
     layers = len(bitline.open_checkpoint(CHECKPOINTS / name).layers())
@@ -70,17 +71,17 @@ def test_what_other_tools_read_is_what_we_still_write(to, name, tmp_path):
 
 
 @pytest.mark.parametrize(("to", "tool"), [(to, tool) for to, tools in TOOLS.items() for tool in tools])
-def test_other_tools_where_they_are_installed(to, tool, tmp_path):
+def test_installed_tools(to, tool, tmp_path):
     package = {"autoawq": "awq"}.get(tool, tool)
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{tool} is not installed")
-    for name in held_by(to):
+    for name in exact_in(to):
         bitline.convert(CHECKPOINTS / name, tmp_path / name, to=to)
         compare(tmp_path / name, TOOLS[to][tool](tmp_path / name))
 
 
-def test_transformers_runs_what_we_write(tmp_path):
-    """A whole model through transformers and the compressed-tensors package: not a bit of the logits differs."""
+def test_transformers_runs_the_result(tmp_path):
+    """A whole model in transformers with the compressed-tensors package: the logits are equal bit for bit."""
     from transformers import AutoModelForCausalLM
 
     source = checkpoint(tmp_path / "source", llama(hidden_size=128, intermediate_size=256))

@@ -1,4 +1,4 @@
-"""Random canonical weights, as no producer would make them: each is held to the bit or refused, by every format."""
+"""Random canonical weights: every format represents each exactly or refuses it."""
 
 import json
 import tempfile
@@ -25,7 +25,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 
 class MemoryReader:
-    """Layers that are in memory and not in the file."""
+    """A reader of layers that are in memory only."""
 
     name = "memory"
 
@@ -41,7 +41,7 @@ class MemoryReader:
 
 
 def attempt(weights, to, **how):
-    """The report of a conversion of these weights, or the reasons of its refusal."""
+    """Convert these weights. -> the report, or the refusal's reasons by layer."""
     known = list(discovery.registered)
     discovery.registered[:] = [MemoryReader(weights)]
     try:
@@ -83,15 +83,15 @@ INTEGERS = [types.SCALAR_TYPES[f"uint{b}"] for b in range(1, 9)] + [types.unsign
     k=st.sampled_from([32, 64, 96, 256, 288]), size=st.sampled_from([16, 32, 64, 128, 0]), order=st.booleans(),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]), seed=st.integers(0, 1 << 32),
 )  # fmt: skip
-def test_integers_with_16_bit_scales_are_always_held_by_what_claims_to(scalar, n, k, size, order, dtype, seed):
-    """Whatever has integers, whole groups and 16-bit scales goes into compressed-tensors and, where words are whole, GPTQ."""
+def test_integers_with_16_bit_scales_are_always_exact(scalar, n, k, size, order, dtype, seed):
+    """Integers in whole groups with 16-bit scales fit compressed-tensors and, where they fill whole int32, GPTQ."""
     zero = "none" if scalar.bias or scalar.signed else "int"
     block = (1, size if 0 < size < k else k)
     order = order and block[1] < k and k % block[1] == 0
     spec = LinearSpec(n, k, scalar, block, scale_dtype=dtype, zero=zero, act_order=order)
     weights = {LAYER: random_weight(spec, seed)}
-    whole = k % 32 == 0 and (scalar.bits not in (3, 5, 6, 7) or n % 32 == 0)
-    for to, sure in (("compressed-tensors", not order), ("gptq", whole), ("awq", not order and scalar.bits <= 4)):
+    fills_int32 = k % 32 == 0 and (scalar.bits not in (3, 5, 6, 7) or n % 32 == 0)
+    for to, sure in (("compressed-tensors", not order), ("gptq", fills_int32), ("awq", not order and scalar.bits <= 4)):
         found = attempt(weights, to)
         assert isinstance(found, dict) != sure, (to, found)
         assert isinstance(found, dict) or found.exact
@@ -100,12 +100,12 @@ def test_integers_with_16_bit_scales_are_always_held_by_what_claims_to(scalar, n
     assert not sure or not isinstance(found, dict), found
 
 
-def test_offsets_that_are_whole_steps_become_zero_points():
-    """Q4_1's and HQQ's offsets: exact where -offset is a whole multiple of the scale in every group, and only then."""
+def test_offsets_that_are_multiples_of_the_scale_become_zero_points():
+    """Q4_1's and HQQ's offsets: exact if and only if -offset is an integer multiple of the scale in every group."""
     spec = LinearSpec(32, 64, types.uint4, (1, 32), scale_dtype=torch.float16, zero="float")
     weight = random_weight(spec, 1)
     steps = torch.randint(0, 16, spec.grid)
-    scale = (torch.randint(64, 128, spec.grid) * 2.0**-14).half()  # 7 bits, so that products with 4 bits are float16 numbers
+    scale = (torch.randint(64, 128, spec.grid) * 2.0**-14).half()  # 7 bits, so that products with 4 bits are exact in float16
     whole = bitline.QuantizedWeight(spec, weight.codes, scale, offset=-(steps * scale.float()).half())
     assert attempt({LAYER: whole}, "gptq").exact and attempt({LAYER: whole}, "gguf").exact
     changed = whole.offset.clone()
@@ -117,8 +117,8 @@ def test_offsets_that_are_whole_steps_become_zero_points():
 
 
 @pytest.mark.parametrize("power", [True, False])
-def test_global_scales_change_sides_only_where_that_is_exact(power):
-    """A factor that is a power of two is a divisor as well; one tenth is not."""
+def test_global_scale_conventions_are_exchanged_only_if_exact(power):
+    """A multiplier that is a power of two has an exact divisor; 0.1 has none."""
     spec = LinearSpec(32, 64, types.float4_e2m1, (1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(32, 64))
     weight = random_weight(spec, 2)
     factor = torch.tensor([[2.0**-9 if power else 0.1]], dtype=torch.float32).double()
@@ -128,7 +128,7 @@ def test_global_scales_change_sides_only_where_that_is_exact(power):
     assert attempt({LAYER: weight}, "modelopt").exact
 
 
-def test_refusals_name_the_layers_the_reason_and_who_can():
+def test_refusals_name_layers_reason_and_alternatives():
     nf4 = LinearSpec(32, 64, types.nf4, (1, 64), scale_dtype=torch.float32)
     e4m3 = LinearSpec(32, 64, types.float8_e4m3fn, (1, 64), scale_dtype=torch.float32)
     weights = {f"model.layers.{i}.mlp.up_proj": random_weight(e4m3, i) for i in range(6)}
@@ -142,7 +142,7 @@ def test_refusals_name_the_layers_the_reason_and_who_can():
 
 
 def refused(weights, to, kind):
-    """Raise the refusal's text as another error, so that pytest.raises can look at it."""
+    """Raise the refusal's text as another error, for pytest.raises."""
     known = list(discovery.registered)
     discovery.registered[:] = [MemoryReader(weights)]
     try:

@@ -1,4 +1,4 @@
-"""Where a result goes, and what is left when a conversion is stopped: by a signal, the source, or the disk."""
+"""Output paths of conversions, and what remains after a signal, an unreadable source file or a full disk."""
 
 import json
 import os
@@ -18,19 +18,19 @@ from bitline.conversion import safetensors_output, shard_writer
 from bitline.errors import CheckpointError, ConversionError, InputError
 
 GPTQ = CHECKPOINTS / "gq_w4g128_sym_v1"
-REFUSED = CHECKPOINTS / "bnb_nf4"  # which no format holds
+REFUSED = CHECKPOINTS / "bnb_nf4"  # which no format represents exactly
 
 
 def entries(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-# ---- places --------------------------------------------------------------------------------------------------------------
+# ---- output paths --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["folder", "link", "here"])
-def test_an_empty_folder_stays_the_folder_that_it_is(how, tmp_path, monkeypatch):
-    """It may be a mounted disk, a link to one, or where a terminal is: it is filled, and not replaced."""
+def test_empty_folder_is_filled_not_replaced(how, tmp_path, monkeypatch):
+    """It may be a mount, a link to one, or a working directory."""
     folder = out = tmp_path / "empty"
     folder.mkdir()
     before = folder.stat().st_ino
@@ -49,7 +49,7 @@ def test_an_empty_folder_stays_the_folder_that_it_is(how, tmp_path, monkeypatch)
     assert entries(tmp_path) == (["empty", "link"] if how == "link" else ["empty"])
 
 
-def test_a_folder_that_is_filled_meanwhile_is_left_as_it_is(tmp_path):
+def test_folder_that_is_filled_meanwhile(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
 
@@ -61,7 +61,7 @@ def test_a_folder_that_is_filled_meanwhile_is_left_as_it_is(tmp_path):
     assert entries(out) == ["config.json"] and (out / "config.json").read_text() == "mine"
 
 
-def test_a_publication_that_fails_half_way_is_undone(tmp_path, monkeypatch):
+def test_interrupted_publication_is_undone(tmp_path, monkeypatch):
     out, real, moved = tmp_path / "out", safetensors_output.Path.rename, []
     out.mkdir()
 
@@ -78,7 +78,7 @@ def test_a_publication_that_fails_half_way_is_undone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("to", ["gptq", "gguf"])
-def test_folders_made_for_a_result_go_with_it(to, tmp_path):
+def test_parents_made_for_a_result_are_removed_with_it(to, tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(ConversionError):
         bitline.convert(REFUSED, tmp_path / "there" / "a" / "b" / f"out.{to}", to=to)
@@ -90,7 +90,7 @@ NAMES = ["with spaces", "重み ü", "[bold]x[/]", 'it\'s "q"', "a\nb", "-rf", "
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name(name, tmp_path):
-    """Of the source and of the result, as the command prints them."""
+    """Unusual names of source and result, as the command prints them."""
     shutil.copytree(GPTQ, tmp_path / name)
     (tmp_path / "to").mkdir()
     done = command(tmp_path, ["./" + name, f"to/{name}", "--to", "awq"])
@@ -105,21 +105,21 @@ def test_any_name(name, tmp_path):
     ids=["long", "zero", "in a file", "gguf in a file", "end"],
 )
 @pytest.mark.parametrize("to", ["gptq", "gguf"])
-def test_names_that_cannot_be(name, to, tmp_path):
+def test_impossible_names(name, to, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises((InputError, ConversionError)):
         bitline.convert(GPTQ, tmp_path / (name if to != "gguf" else f"{name}.gguf"), to=to)
     assert entries(tmp_path) == ["file"]
 
 
-def test_into_a_folder_of_the_source(tmp_path):
+def test_result_inside_the_source_folder(tmp_path):
     folder = shutil.copytree(GPTQ, tmp_path / "model")
     before = entries(folder)
     report = bitline.convert(folder, folder / "as awq", to="awq")
     assert report.exact and entries(folder) == sorted([*before, "as awq"]) and not report.left
 
 
-# ---- what stops it -------------------------------------------------------------------------------------------------------
+# ---- interruptions --------------------------------------------------------------------------------------------------------
 
 
 def command(folder, words, before=""):
@@ -130,10 +130,10 @@ def command(folder, words, before=""):
 
 
 @pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-@pytest.mark.parametrize("place", ["new", "empty", "file.gguf"])
-def test_a_signal_leaves_nothing(signal, code, place, tmp_path):
-    if place == "empty":
-        (tmp_path / place).mkdir()
+@pytest.mark.parametrize("output", ["new", "empty", "file.gguf"])
+def test_signal_leaves_nothing(signal, code, output, tmp_path):
+    if output == "empty":
+        (tmp_path / output).mkdir()
     kill = f"""
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
@@ -145,13 +145,13 @@ for kind in (shard_writer.ShardWriter, writer.GGUFWriter):
         return real(self, *words)
     kind.add = add
 """
-    done = command(tmp_path, [GPTQ, place, "--to", "gguf" if place == "file.gguf" else "awq"], kill)
+    done = command(tmp_path, [GPTQ, output, "--to", "gguf" if output == "file.gguf" else "awq"], kill)
     assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
-    assert entries(tmp_path) == (["empty"] if place == "empty" else []) and not list(tmp_path.rglob("*partial*"))
+    assert entries(tmp_path) == (["empty"] if output == "empty" else []) and not list(tmp_path.rglob("*partial*"))
 
 
-def test_signals_are_as_before_and_threads_may_convert(tmp_path):
-    """Only the main thread may set signals; the command in another one does without."""
+def test_conversion_in_a_thread(tmp_path):
+    """Only the main thread may set signal handlers; elsewhere the command runs without them."""
     from bitline.cli.convert import convert_report
 
     found = []
@@ -162,8 +162,8 @@ def test_signals_are_as_before_and_threads_may_convert(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that opens and cannot be read is Linux's")
-def test_a_file_of_the_source_that_cannot_be_read(tmp_path):
-    """It is named before any weight is written, and is not taken for a mistake of the result's disk."""
+def test_unreadable_file_of_the_source(tmp_path):
+    """It is reported before any weight is written, and not blamed on the output's disk."""
     folder = shutil.copytree(GPTQ, tmp_path / "s")
     (folder / "tokenizer.json").symlink_to("/proc/self/mem")
     with pytest.raises(CheckpointError, match="cannot be read") as caught:
@@ -190,7 +190,7 @@ def test_tokenizers_and_hidden_files(tmp_path):
 
 
 def test_tied_embeddings_stay_tied(tmp_path):
-    """One table, and the word that it is both; a head beside it would be loaded in its place."""
+    """One table and tie_word_embeddings; readers would load an lm_head beside it instead."""
     import bases
 
     tensors, config = bases.packed()
@@ -206,8 +206,8 @@ def test_tied_embeddings_stay_tied(tmp_path):
         assert json.loads((tmp_path / to / "config.json").read_text())["tie_word_embeddings"] is True
 
 
-def test_odd_tensors_do_not_gather_in_memory(tmp_path, monkeypatch):
-    """What is kept for the end of a shard is bounded: another shard begins, and every file is one that safetensors reads."""
+def test_deferred_tensors_are_bounded(tmp_path, monkeypatch):
+    """Tensors deferred to the end of a shard are bounded: a new shard begins, and safetensors reads every file."""
     monkeypatch.setattr(shard_writer, "_MAX_DEFERRED", 100)
     writer = shard_writer.ShardWriter(tmp_path, 10**9, 1 << 16)
     tensors = {f"t{i}": torch.full((37,), i, dtype=torch.uint8) for i in range(9)} | {"large": torch.ones(999, dtype=torch.uint8)}

@@ -1,4 +1,4 @@
-"""Other tools' own decoders, called on what a conversion wrote. Nothing of Bitline is used to decode."""
+"""Other tools' own dequantization of what a conversion wrote. Nothing of Bitline is used."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def modules_of(folder: Path, suffix: str) -> dict[str, Weights]:
-    """Tensors by module and name, of every module that has a tensor of this name."""
+    """Tensors by module and leaf name, of every module that has a tensor `suffix`."""
     tensors = load_file(folder / "model.safetensors")
     names = [name.removesuffix(f".{suffix}") for name in tensors if name.endswith(f".{suffix}")]
     return {m: {n.rpartition(".")[2]: t for n, t in tensors.items() if n.rpartition(".")[0] == m} for m in names}
 
 
 def compressed_tensors(folder: Path) -> Weights:
-    """What the compressed-tensors package decompresses, in the dtype that it computes in. It infers the layouts itself."""
+    """Weights as the compressed-tensors package decompresses them, in its compute dtype."""
     from compressed_tensors.entrypoints.convert.converters import CompressedTensorsDequantizer
 
     tensors = load_file(folder / "model.safetensors")
@@ -37,7 +37,7 @@ def compressed_tensors(folder: Path) -> Weights:
 
 
 def gptqmodel(folder: Path) -> Weights:
-    """What GPTQModel's torch kernel dequantizes, after its own conversion of v1 zero points and with its own overrides."""
+    """Weights as GPTQModel's torch kernel dequantizes them, with its own v1-to-v2 conversion and `dynamic` overrides."""
     from gptqmodel.nn_modules.qlinear import PackableQuantLinear
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization import FORMAT
@@ -68,11 +68,11 @@ def gptqmodel(folder: Path) -> Weights:
 
 
 def awq(folder: Path, package: str) -> Weights:
-    """What AutoAWQ's or GPTQModel's `dequantize_gemm` makes of AWQ tensors. package: "awq" or "gptqmodel"."""
-    place = {"awq": "utils", "gptqmodel": "quantization/awq/utils"}[package]
+    """Weights as `dequantize_gemm` of AutoAWQ ("awq") or GPTQModel ("gptqmodel") dequantizes them."""
+    subfolder = {"awq": "utils", "gptqmodel": "quantization/awq/utils"}[package]
     root = Path(importlib.util.find_spec(package).submodule_search_locations[0])
-    spec = importlib.util.spec_from_file_location(f"{package}_packing", root / place / "packing_utils.py")
-    utils = importlib.util.module_from_spec(spec)  # by its file: AutoAWQ's package imports an old transformers
+    spec = importlib.util.spec_from_file_location(f"{package}_packing", root / subfolder / "packing_utils.py")
+    utils = importlib.util.module_from_spec(spec)  # loaded by path: AutoAWQ's package imports an old transformers
     spec.loader.exec_module(utils)
     config = config_of(folder)
     found = {}
@@ -95,7 +95,7 @@ def gguf_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 of everything that a tool reads: names, dtypes, shapes, bytes, and the quantization config but for who wrote it."""
+    """SHA-256 of everything that a tool reads: names, dtypes, shapes, bytes, and the quantization config without `meta`."""
     hashed = hashlib.sha256()
     tensors = load_file(folder / "model.safetensors")
     for name in sorted(tensors):
