@@ -17,7 +17,7 @@ enum Dtype : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };  // of x, bias a
 // Operands of the multiply-add: bfloat16 pairs (vdpbf16ps), float32 (FMA), or unsigned 8-bit codes with int8 (VNNI).
 enum ComputeType : int { kComputeBF16 = 0, kComputeF32 = 1, kComputeInt8 = 2 };
 
-// One call. M is cut into tiles of up to 12 rows. x_packed: the tiles one after another, each [int32][row of the tile].
+// One call. M is split into tiles of up to 12 rows. x_packed: the M tiles one after another, each [int32][row of the tile].
 struct GemmCall {
   const PackedHeader* w;
   const uint8_t* base;  // of the packed weight

@@ -31,7 +31,7 @@ def inference():
 
 
 def ulps_apart(a, b):
-    """Distance of each pair in bfloat16 units in the last place."""
+    """Distance of each pair in bfloat16 units in the last capacity."""
     order = lambda t: torch.where(t.view(torch.int16) < 0, -(t.view(torch.int16).int() & 0x7FFF), t.view(torch.int16).int())
     return (order(a.contiguous()) - order(b.contiguous())).abs()
 
@@ -79,28 +79,28 @@ def rotated(x, cos, sin):
 
 
 @pytest.mark.parametrize("dim", [16, 48, 64, 128, 256])
-@pytest.mark.parametrize(("heads", "repeat"), [(1, 1), (3, 3), (2, 8)])
+@pytest.mark.parametrize(("kv_heads", "q_per_kv"), [(1, 1), (3, 3), (2, 8)])
 @pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 300])
-def test_attention(dim, heads, repeat, length, level):
+def test_attention(dim, kv_heads, q_per_kv, length, level):
     torch.manual_seed(length)
-    place, scale = length + 3, dim**-0.5
-    keys, values = ((torch.randn(heads, place, dim) * 2).to(BF16) for _ in range(2))
-    q, k, v = ((torch.randn(count, dim) * 2).to(BF16) for count in (heads * repeat, heads, heads))
+    capacity, scale = length + 3, dim**-0.5
+    keys, values = ((torch.randn(kv_heads, capacity, dim) * 2).to(BF16) for _ in range(2))
+    q, k, v = ((torch.randn(count, dim) * 2).to(BF16) for count in (kv_heads * q_per_kv, kv_heads, kv_heads))
     angle = torch.randn(dim)
     cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
-    before, y = (keys.clone(), values.clone()), torch.empty(heads * repeat, dim, dtype=BF16)
+    before, y = (keys.clone(), values.clone()), torch.empty(kv_heads * q_per_kv, dim, dtype=BF16)
     qkv = torch.cat((q, k, v))
     pointers = [t.data_ptr() for t in (qkv, cos, sin, keys, values, y)]
-    assert native.core().decode_attention(*pointers, heads, repeat, dim, place, length - 1, scale) == 0
-    for held, old, new in zip((keys, values), before, (rotated(k, cos, sin), v), strict=True):
-        old[:, length - 1] = new
-        assert torch.equal(held, old)  # bit for bit, and nothing else is touched
-    full = [t[:, :length].repeat_interleave(repeat, 0) for t in (keys, values)]
+    assert native.core().decode_attention(*pointers, kv_heads, q_per_kv, dim, capacity, length - 1, scale) == 0
+    for cache, expected, new in zip((keys, values), before, (rotated(k, cos, sin), v), strict=True):
+        expected[:, length - 1] = new
+        assert torch.equal(cache, expected)  # bit for bit, and nothing else is written
+    full = [t[:, :length].repeat_interleave(q_per_kv, 0) for t in (keys, values)]
     query = rotated(q, cos, sin)[:, None]
     sdpa = nn.functional.scaled_dot_product_attention
     exact = sdpa(query.double(), *(t.double() for t in full), scale=scale)[:, 0]
-    theirs = sdpa(query, *full, scale=scale)[:, 0]
-    error, allowed = (y.double() - exact).abs().max(), (theirs.double() - exact).abs().max()
+    torchs = sdpa(query, *full, scale=scale)[:, 0]
+    error, allowed = (y.double() - exact).abs().max(), (torchs.double() - exact).abs().max()
     assert error <= 2 * allowed + 2**-9 * exact.abs().max()
 
 
@@ -108,8 +108,8 @@ def test_attention_refuses_unsupported_sizes():
     x = torch.zeros(4096, dtype=BF16)
     at = x.data_ptr()
     sizes = ((1, 1, 24, 4, 0), (1, 1, 272, 4, 0), (1, 33, 16, 4, 0), (1, 1, 16, 4, 4), (1, 1, 16, 4, -1))
-    for heads, repeat, dim, place, position in sizes:
-        assert native.core().decode_attention(at, at, at, at, at, at, heads, repeat, dim, place, position, 1.0) == -4
+    for kv_heads, q_per_kv, dim, capacity, position in sizes:
+        assert native.core().decode_attention(at, at, at, at, at, at, kv_heads, q_per_kv, dim, capacity, position, 1.0) == -4
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 16), (63, 17), (64, 31), (130, 576), (1001, 100)])
@@ -128,10 +128,15 @@ def test_same_bits_at_every_isa_level_and_thread_count():
                 native.use_isa(name)
                 torch.set_num_threads(count)
                 torch.manual_seed(0)
-                heads, repeat, dim, length = 3, 3, 64, 500
-                data = [torch.randn(*s).to(BF16) for s in ((15, dim), (dim,), (dim,), (heads, length, dim), (heads, length, dim))]
+                kv_heads, q_per_kv, dim, length = 3, 3, 64, 500
+                data = [
+                    torch.randn(*s).to(BF16)
+                    for s in ((15, dim), (dim,), (dim,), (kv_heads, length, dim), (kv_heads, length, dim))
+                ]
                 y, z, g = torch.empty(9, dim, dtype=BF16), torch.empty(999, dtype=BF16), torch.empty(999, dtype=BF16)
-                native.core().decode_attention(*(t.data_ptr() for t in (*data, y)), heads, repeat, dim, length, length - 1, 0.125)
+                native.core().decode_attention(
+                    *(t.data_ptr() for t in (*data, y)), kv_heads, q_per_kv, dim, length, length - 1, 0.125
+                )
                 w, x = torch.randn(999, 333).to(BF16), torch.randn(333).to(BF16)
                 native.core().gemv_bf16(x.data_ptr(), w.data_ptr(), z.data_ptr(), 999, 333)
                 native.core().silu_and_mul(z.data_ptr(), w.data_ptr(), g.data_ptr(), 999)
@@ -161,11 +166,11 @@ def test_fused_gemv_equals_separate_layers(schemes, level):
 
 
 def family(name, **changes):
-    more = {"Qwen3": {"head_dim": 32}, "Mistral": {"sliding_window": None}}.get(name, {})
+    changed = {"Qwen3": {"head_dim": 32}, "Mistral": {"sliding_window": None}}.get(name, {})
     settings = tiny.SETTINGS | {"max_position_embeddings": 1024}
     torch.manual_seed(0)
     with torch.inference_mode(mode=False):
-        config = getattr(transformers, f"{name}Config")(**(settings | more | changes))
+        config = getattr(transformers, f"{name}Config")(**(settings | changed | changes))
         return getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
 
 
@@ -206,9 +211,9 @@ def test_whole_models(name, pair, tmp_path, level):
     exact = load_model(tmp_path / name, dtype=torch.float32)
     assert not native_forwards(exact)
     ids = torch.randint(3, 100, (1, 300))
-    truth, ours, theirs = (logits(model, ids) for model in (exact, fast, plain))
-    assert (ours - truth).abs().mean() <= 1.5 * (theirs - truth).abs().mean()
-    assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max()
+    reference, fast_logits, plain_logits = (logits(model, ids) for model in (exact, fast, plain))
+    error, allowed = (fast_logits - reference).abs(), (plain_logits - reference).abs()
+    assert error.mean() <= 1.5 * allowed.mean() and error.max() <= 2 * allowed.max()
 
 
 def called(model, monkeypatch):
@@ -265,12 +270,12 @@ def test_replaced_parts_are_called(name, pair):
     assert len(count) == 2
     del module.forward
 
-    class Own(type(module)):
+    class Replaced(type(module)):
         def __call__(self, *a, **k):
             count.append(2)
             return super().__call__(*a, **k)
 
-    module.__class__ = Own
+    module.__class__ = Replaced
     logits(fast, torch.tensor([[1, 5, 9, 33]]))
     assert count.count(2) == 2
 
@@ -287,11 +292,6 @@ def test_a_global_hook_is_called(pair):
     assert counts[0] == counts[1]
 
 
-def bits_of_both(fast, plain, run):
-    a, b = run(fast), run(plain)
-    assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(
     "run",
     [
@@ -302,7 +302,8 @@ def bits_of_both(fast, plain, run):
     ],
 )
 def test_prompts_run_in_transformers(run, pair):
-    bits_of_both(*pair(), run)
+    fast, plain = pair()
+    assert torch.equal(run(fast), run(plain))
 
 
 def test_masks_batches_and_other_caches_run_in_transformers(pair, monkeypatch):
@@ -379,11 +380,11 @@ def test_classes_are_recognized_by_their_source():
         and decode_step._class_kind(LlamaDecoderLayer) == "decoder_layer"
     )
 
-    class Own(LlamaRMSNorm):
+    class Modified(LlamaRMSNorm):
         def forward(self, hidden_states):
             return super().forward(hidden_states) + 1
 
-    for cls in (Gemma2Attention, Gemma2RMSNorm, nn.Linear, Own):
+    for cls in (Gemma2Attention, Gemma2RMSNorm, nn.Linear, Modified):
         assert decode_step._class_kind(cls) == ""
 
 
