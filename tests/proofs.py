@@ -48,7 +48,7 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "EmulationMxfp8LinearKernel": [("cpu", CI, _EMULATION), ("cuda", H200, _GPU + "test_emulation_conformance")],
     "CPUWNA16LinearKernel": [("cpu", CI, "tests/kernels/test_native_cpu.py::test_conformance")],
     "CPUBatchInvariantLinearKernel": [
-        ("cpu", CI, "tests/kernels/test_native_cpu.py::test_a_row_is_the_same_in_any_batch_and_on_any_threads")
+        ("cpu", CI, "tests/kernels/test_native_cpu.py::test_batch_invariance")
     ],
     "TorchInt4PackLinearKernel": [("cpu", CI, _TORCH_CPU)],
     "TorchInt8PackLinearKernel": [("cpu", CI, _TORCH_CPU)],
