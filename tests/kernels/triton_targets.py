@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import triton
-from every import every
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -208,6 +207,8 @@ def report(label, kernel, name):
 
 def main(name, step=1):
     """Report every `step`-th variant for a target."""
+    from every import every  # found only where this file is run as a script
+
     global compiled
     compiled = every(int(step), compiled)
     for label, kernel in variants(name):
