@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import triton
-from every import every
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -169,6 +168,8 @@ def variants():
 
 def main(step=1):
     """Report every `step`-th variant."""
+    from every import every  # found only where this file is run as a script
+
     global build
     build = every(step, build)
     for label, kernel in variants():
