@@ -156,6 +156,14 @@ void interleave_rows(const uint8_t* from, int64_t rows, int64_t count, int64_t s
     for (int64_t r = 0; r < rows; ++r) memcpy(to + i * rows + r, row(r) + 4 * i, 4);
 }
 
+// The activation scale of a row, NaN where the row has NaN or infinity; *zero changes with a per-token scale.
+float row_act_scale(const GemmCall& c, const void* x, int* zero) {
+  float low, high, scale = c.act_tensor_scale;
+  const bool finite = min_max(x, c.w->k, c.dtype, &low, &high);
+  if (c.w->act_granularity == kPerToken) act_quant_params(*c.w, low, high, &scale, zero);
+  return finite ? scale : __builtin_nanf("");
+}
+
 void pack_activations(const GemmCall& c, int64_t m_tile, float* scratch) {
   const PackedHeader& w = *c.w;
   const int64_t first = m_tile_start(c, m_tile), rows = m_tile_start(c, m_tile + 1) - first;
@@ -171,15 +179,9 @@ void pack_activations(const GemmCall& c, int64_t m_tile, float* scratch) {
   for (int64_t r = 0; r < rows; ++r) {
     uint32_t* out = row_major + r * c.row_int32;
     const uint8_t* x = static_cast<const uint8_t*>(c.x) + (first + r) * w.k * itemsize;
-    float scale = c.act_tensor_scale;
     int zero = c.act_tensor_zero;
-    if (w.act_quant != kActNone) {
-      float low, high;
-      const bool finite = min_max(x, w.k, c.dtype, &low, &high);
-      if (w.act_granularity == kPerToken) act_quant_params(w, low, high, &scale, &zero);
-      if (!finite) scale = __builtin_nanf("");
-      const_cast<float*>(c.act_scale)[first + r] = scale;
-    }
+    const float scale = w.act_quant == kActNone ? 0 : row_act_scale(c, x, &zero);
+    if (w.act_quant != kActNone) const_cast<float*>(c.act_scale)[first + r] = scale;
     if (interleaves_x && !needs_sums) continue;
     if (same_bits && !interleaves_x) {
       memcpy(out, x, size_t(w.k) * 2);

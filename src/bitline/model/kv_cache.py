@@ -11,6 +11,87 @@ from torch import Tensor
 INITIAL_CAPACITY = 256  # positions
 
 
+class KVCacheBuffers:
+    """Keys and values [batch, kv_heads, capacity, head_dim] of one layer, of which `length` positions are in use.
+
+    transformers' DynamicLayer concatenates at every token; here the capacity doubles when it is full. The methods but `reserve`
+    are those of transformers' cache layers.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        self.buffers: tuple[Any, Any] | None = None  # keys, values
+        self.length = 0
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the buffers are allocated."""
+        return self.buffers is not None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """[batch, kv_heads, length, head_dim], a view."""
+        return None if self.buffers is None else self.buffers[0][:, :, : self.length]
+
+    @property
+    def values(self) -> Tensor | None:
+        """[batch, kv_heads, length, head_dim], a view."""
+        return None if self.buffers is None else self.buffers[1][:, :, : self.length]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers, with the states as their first positions."""
+        capacity = max(INITIAL_CAPACITY, key_states.shape[2])
+        self.buffers = _with_capacity(key_states, capacity), _with_capacity(value_states, capacity)
+
+    def reserve(self, kv_heads: int, head_dim: int, dtype: torch.dtype, positions: int) -> bool:
+        """Allocate for more positions of a batch of one; False where the buffers have another shape or dtype."""
+        if self.buffers is None:
+            empty = torch.empty(1, kv_heads, 0, head_dim, dtype=dtype)
+            self.lazy_initialization(empty, empty)
+        assert self.buffers is not None
+        keys, values = self.buffers
+        if keys.shape != values.shape or keys.shape[:2] != (1, kv_heads) or keys.shape[3] != head_dim or keys.dtype is not dtype:
+            return False
+        self._grow(self.length + positions)
+        return True
+
+    def _grow(self, length: int) -> None:
+        assert self.buffers is not None
+        keys, values = self.buffers
+        capacity = max(length, 2 * keys.shape[2])
+        if length > keys.shape[2]:
+            self.buffers = _with_capacity(keys, capacity), _with_capacity(values, capacity)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append positions; returns all keys and values."""
+        if self.buffers is None:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[2]
+        self._grow(end)
+        assert self.buffers is not None
+        keys, values = self.buffers
+        keys[:, :, self.length : end], values[:, :, self.length : end] = key_states, value_states
+        self.length = end
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask for `query_length` more tokens covers."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Positions in use."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """-1: unbounded."""
+        return -1
+
+    def reset(self) -> None:
+        """Free the buffers."""
+        self.buffers, self.length = None, 0
+
+
 def _with_capacity(states: Tensor, capacity: int) -> Tensor:
     """A copy [batch, heads, capacity, head_dim] whose first positions are the states'; the rest is uninitialized."""
     larger = states.new_empty(*states.shape[:2], capacity, states.shape[3])
@@ -20,83 +101,10 @@ def _with_capacity(states: Tensor, capacity: int) -> Tensor:
 
 @functools.cache
 def kv_cache_layer_class() -> Any:
-    """KVCacheLayer, a class once transformers is there to be a base of it."""
+    """KVCacheLayer: KVCacheBuffers as a cache layer of transformers, which is imported only now."""
     from transformers.cache_utils import CacheLayerMixin
 
-    class KVCacheLayer(CacheLayerMixin):
-        """Keys and values [batch, kv_heads, capacity, head_dim] of one layer, of which `length` positions are in use.
-
-        transformers' DynamicLayer concatenates at every token; here the capacity doubles when it is full.
-        """
-
-        is_sliding = False
-
-        def __init__(self) -> None:
-            self.buffers: tuple[Any, Any] | None = None  # keys, values
-            self.length = 0
-
-        @property
-        def is_initialized(self) -> bool:
-            return self.buffers is not None
-
-        @property
-        def keys(self) -> Tensor | None:
-            return None if self.buffers is None else self.buffers[0][:, :, : self.length]
-
-        @property
-        def values(self) -> Tensor | None:
-            return None if self.buffers is None else self.buffers[1][:, :, : self.length]
-
-        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-            capacity = max(INITIAL_CAPACITY, key_states.shape[2])
-            self.buffers = _with_capacity(key_states, capacity), _with_capacity(value_states, capacity)
-
-        def reserve(self, kv_heads: int, head_dim: int, dtype: torch.dtype, positions: int) -> bool:
-            """Make room for more positions of a batch of one; False where the buffers have another shape or dtype."""
-            if self.buffers is None:
-                empty = torch.empty(1, kv_heads, 0, head_dim, dtype=dtype)
-                self.lazy_initialization(empty, empty)
-            assert self.buffers is not None
-            keys, values = self.buffers
-            if (
-                keys.shape != values.shape
-                or keys.shape[:2] != (1, kv_heads)
-                or keys.shape[3] != head_dim
-                or keys.dtype is not dtype
-            ):
-                return False
-            self._grow(self.length + positions)
-            return True
-
-        def _grow(self, length: int) -> None:
-            assert self.buffers is not None
-            keys, values = self.buffers
-            capacity = max(length, 2 * keys.shape[2])
-            if length > keys.shape[2]:
-                self.buffers = _with_capacity(keys, capacity), _with_capacity(values, capacity)
-
-        def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-            """Append positions; returns all keys and values."""
-            if self.buffers is None:
-                self.lazy_initialization(key_states, value_states)
-            end = self.length + key_states.shape[2]
-            self._grow(end)
-            assert self.buffers is not None
-            keys, values = self.buffers
-            keys[:, :, self.length : end], values[:, :, self.length : end] = key_states, value_states
-            self.length = end
-            return keys[:, :, :end], values[:, :, :end]
-
-        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            return self.length + query_length, 0
-
-        def get_seq_length(self) -> int:
-            return self.length
-
-        def get_max_length(self) -> int:
-            return -1
-
-        def reset(self) -> None:
-            self.buffers, self.length = None, 0
+    class KVCacheLayer(KVCacheBuffers, CacheLayerMixin):
+        """A layer of a transformers Cache."""
 
     return KVCacheLayer
