@@ -1,7 +1,7 @@
-"""What is fuzzed: functions of bytes that read them as a checkpoint and raise where a promise of docs/formats.md is broken.
+"""The fuzz targets: functions of bytes that read them as a checkpoint and raise where the contract in docs/formats.md is broken.
 
-They need no fuzzer: tests/attacks/test_fuzz_corpus.py runs the seeds through them, run.py an input that was found. The
-oracle and the good checkpoints are those of tests/attacks.
+They need no fuzzer: tests/attacks/test_fuzz_corpus.py runs the seeds through them, run.py --replay runs a finding. The oracle
+and the valid checkpoints are those of tests/attacks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ sys.path[:0] = [str(_TESTS), str(_TESTS / "attacks")]
 import bases_more  # noqa: E402, F401  (its families are among the bases once it is imported)
 import torch  # noqa: E402
 from bases import FAMILIES, safetensors_bytes, write  # noqa: E402
-from outcomes import arena, put, right, says_where  # noqa: E402
+from outcomes import check_error, check_weights, replace_file, shm_folder  # noqa: E402
 
 import bitline  # noqa: E402
 from bitline.errors import CheckpointError  # noqa: E402
 
 Target = Callable[[bytes], bool]
-MOST_DATA = 1 << 20  # bytes of tensors that a header may ask for; a file has as many as it says, so that reading gets further
+MAX_DATA = 1 << 20  # bytes of tensor data; a file gets as many as its header claims, so that reading gets further
 _SHARDS = {"one.safetensors": {"a": torch.zeros(4), "c": torch.zeros(2, 3)}, "two.safetensors": {"b": torch.ones(4)}}
 _OPERATIONS = 6
-_RELABELLED = ("F16", "BF16", "F32", "F64", "I8", "U8", "I16", "I32", "I64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "BOOL")
+_DTYPES = ("F16", "BF16", "F32", "F64", "I8", "U8", "I16", "I32", "I64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "BOOL")
 _SUFFIXES = (
     "weight", "bias", "g_idx", "qweight", "qzeros", "scales", "weight_scale", "weight_scale_inv", "weight_zero_point",
     "weight_packed", "weight_shape", "input_scale", "input_zero_point", "weight_global_scale", "weight_scale_2",
@@ -40,9 +40,9 @@ _SUFFIXES = (
 
 
 def read(path: Path, *, weights: bool) -> bool:
-    """Whether a checkpoint opens. Any other exception than a CheckpointError that says where comes out of here.
+    """Whether a checkpoint opens. Raises any exception other than a CheckpointError that says where.
 
-    weights: read every layer too, and hold it against the oracle.
+    weights: also read every layer, and check it against the oracle.
     """
     try:
         checkpoint = bitline.open_checkpoint(path)
@@ -51,11 +51,11 @@ def read(path: Path, *, weights: bool) -> bool:
             assert str(record.spec) and record.name and set(record.tensors) <= set(checkpoint.source.tensors)
         read = {record.name: record.weight() for record in records} if weights else {}
     except CheckpointError as error:
-        says_where(error, path, place=False)
+        check_error(error, path, place=False)
         return False
     if weights:
         assert all(read[record.name].spec == record.spec for record in records)
-        right(path, read)
+        check_weights(path, read)
     return True
 
 
@@ -63,11 +63,11 @@ def read(path: Path, *, weights: bool) -> bool:
 
 
 def safetensors(data: bytes) -> bool:
-    """A header that begins with "{", to which its length and as many zeros as it asks for are added, or else a whole file."""
+    """A header, if it starts with "{", to which its length and the zeros of its tensors are added, else a whole file."""
     if data[:1] == b"{":
-        data = struct.pack("<Q", len(data)) + data + bytes(_asked(data))
+        data = struct.pack("<Q", len(data)) + data + bytes(_data_size(data))
     folder = _folder("safetensors")
-    put(folder / "model.safetensors", data)
+    replace_file(folder / "model.safetensors", data)
     if not read(folder, weights=False):
         return False
     checkpoint = bitline.open_checkpoint(folder)
@@ -80,11 +80,11 @@ def safetensors(data: bytes) -> bool:
     return True
 
 
-def _asked(header: bytes) -> int:
-    """The end of the last tensor, 0 where there is none."""
+def _data_size(header: bytes) -> int:
+    """The end of the last tensor's data, 0 where there is none."""
     try:
         ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
-        return min(max(0, *map(int, ends)), MOST_DATA)
+        return min(max(0, *map(int, ends)), MAX_DATA)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return 0
 
@@ -95,7 +95,7 @@ def index(data: bytes) -> bool:
     for name, tensors in _SHARDS.items():
         if not (folder / name).exists():
             (folder / name).write_bytes(safetensors_bytes(tensors))
-    put(folder / "model.safetensors.index.json", data)
+    replace_file(folder / "model.safetensors.index.json", data)
     if not read(folder, weights=False):
         return False
     tensors = bitline.open_checkpoint(folder).source.tensors
@@ -106,9 +106,9 @@ def index(data: bytes) -> bool:
 
 
 def gguf(data: bytes) -> bool:
-    """A GGUF file. The oracle judges its weights."""
+    """A GGUF file, its weights checked against the oracle."""
     path = _folder("gguf") / "model.gguf"
-    put(path, data)
+    replace_file(path, data)
     return read(path, weights=True)
 
 
@@ -116,19 +116,19 @@ def gguf(data: bytes) -> bool:
 
 
 def config(data: bytes) -> bool:
-    """The name of a good checkpoint, a line end, and a config.json in place of its own; headers alone are read."""
+    """The name of a valid checkpoint, a newline, and a config.json that replaces its own; only headers are read."""
     base, _, text = data.partition(b"\n")
     path = _base(base.decode("latin-1"))
     if path is None:
         return False
-    put(path / "config.json", text)
+    replace_file(path / "config.json", text)
     return read(path, weights=False)
 
 
 def weights(data: bytes) -> bool:
-    """The same, another line end, and edits of the tensors (see `_edited`); the oracle judges the weights.
+    """The same, another newline, and edits of the tensors (see `_edited`); weights are checked against the oracle.
 
-    An empty line is the config that the checkpoint has.
+    An empty line keeps the checkpoint's own config.
     """
     base, _, rest = data.partition(b"\n")
     text, _, edits = rest.partition(b"\n")
@@ -140,15 +140,15 @@ def weights(data: bytes) -> bool:
     header, content = _split(safetensors_bytes(tensors))
     header, content = _edited(header, bytearray(content), edits)
     packed = json.dumps(header).encode()
-    put(folder / "model.safetensors", struct.pack("<Q", len(packed)) + packed + content)
-    put(folder / "config.json", text or json.dumps({"quantization_config": quantization}).encode())
+    replace_file(folder / "model.safetensors", struct.pack("<Q", len(packed)) + packed + content)
+    replace_file(folder / "config.json", text or json.dumps({"quantization_config": quantization}).encode())
     if _slow(text):
         return read(folder, weights=False)
     return read(folder, weights=True)
 
 
 def _slow(text: bytes) -> bool:
-    """Whether the oracle, which has Python's own `re`, may take forever."""
+    """Whether the oracle, which uses Python's `re`, may take too long."""
     return text.count(b"*") + text.count(b"+") + text.count(b"{1") > 8
 
 
@@ -158,10 +158,10 @@ def _split(raw: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _edited(header: dict[str, Any], data: bytearray, edits: bytes) -> tuple[dict[str, Any], bytearray]:
-    """Four bytes are one edit: which, of which tensor, and two that say how. The file stays one that can be opened.
+    """Four bytes are one edit: its kind, the tensor, and two parameters. The file can still be opened.
 
-    0: the tensor goes. 1: its bytes get another dtype. 2: another shape. 3: another suffix. 4: one of its bytes changes.
-    5: two tensors exchange their names.
+    0: remove the tensor. 1: view it as another dtype. 2: reshape it. 3: give it another suffix. 4: change one of its bytes.
+    5: swap the names of two tensors.
     """
     metadata = header.pop("__metadata__", None)
     parts = {name: [entry["dtype"], entry["shape"], data[slice(*entry["data_offsets"])]] for name, entry in header.items()}
@@ -174,7 +174,7 @@ def _edited(header: dict[str, Any], data: bytearray, edits: bytes) -> tuple[dict
         if kind % _OPERATIONS == 0:
             del parts[name]
         elif kind % _OPERATIONS == 1:
-            _relabel(part, _RELABELLED[one % len(_RELABELLED)])
+            _view_as(part, _DTYPES[one % len(_DTYPES)])
         elif kind % _OPERATIONS == 2:
             _reshape(part, one, two)
         elif kind % _OPERATIONS == 3:
@@ -192,8 +192,8 @@ def _edited(header: dict[str, Any], data: bytearray, edits: bytes) -> tuple[dict
     return out, content
 
 
-def _relabel(part: list[Any], dtype: str) -> None:
-    """Other numbers out of the same bytes, as many columns as they make."""
+def _view_as(part: list[Any], dtype: str) -> None:
+    """View the same bytes as another dtype, with as many columns as they make."""
     size = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}.get(dtype, 1)
     rows = part[1][0] if part[1] else 1
     if rows and len(part[2]) % (rows * size) == 0:
@@ -216,15 +216,15 @@ _made: dict[str, Path] = {}
 
 
 def _folder(name: str) -> Path:
-    """A folder in memory, the same one each time in a process, and gone with it."""
+    """A folder in memory, the same one for the whole process."""
     if name not in _made:
-        _made[name] = Path(tempfile.mkdtemp(prefix="bitline-fuzz-", dir=arena()))
+        _made[name] = Path(tempfile.mkdtemp(prefix="bitline-fuzz-", dir=shm_folder()))
         atexit.register(shutil.rmtree, _made[name], ignore_errors=True)
     return _made[name]
 
 
 def _base(name: str) -> Path | None:
-    """A folder with the tensors of a good checkpoint; None where there is none of this name."""
+    """A folder with the tensors of a valid checkpoint; None where there is none of this name."""
     if name not in FAMILIES:
         return None
     folder = _folder(f"config {name}")

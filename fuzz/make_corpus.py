@@ -1,4 +1,4 @@
-"""Write the seeds: `python fuzz/make_corpus.py` makes fuzz/corpus/TARGET/* anew out of tests/attacks' good checkpoints."""
+"""Write the seeds: `python fuzz/make_corpus.py` rewrites fuzz/corpus/TARGET/* from the valid checkpoints of tests/attacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import bases_gguf  # isort: skip  (found once fuzz_targets is imported)
 from bases import ARRAY, BOOL, STRING, U32, entry, gguf_bytes, one_matrix, pair, q8_0, safetensors_bytes  # isort: skip
 
 CORPUS = Path(__file__).parent / "corpus"
-# One family of each kind of code in the readers.
+# One base for each code path of the readers.
 CONFIGS = (
     "gptq", "gptq_dynamic", "awq", "gemv_fast", "packed", "packed_preset", "two_groups", "int8", "fp8_blocks", "nvfp4", "mxfp4",
     "auto_round_mixed", "auto_round_fp8", "auto_round_mxfp4", "bnb4", "bnb8", "quark4", "quark_by_name", "quark_nvfp4", "hqq",
@@ -28,7 +28,7 @@ GGUF = ("Q4_0", "Q8_0", "Q4_K", "IQ1_M", "NVFP4")
 
 
 def seeds() -> dict[str, dict[str, bytes]]:
-    """Bytes by target and name."""
+    """The seeds, by target and name."""
     tensors = FAMILIES["packed"]()[0]
     whole = safetensors_bytes({"a": tensors[next(iter(tensors))][:1], "__metadata__": {"format": "pt"}})
     header = safetensors_bytes({**tensors, "__metadata__": {"format": "pt"}})

@@ -21,9 +21,9 @@ TRACED = ("bitline.formats", "bitline.checkpoint", "bitline.weight", "bitline.ty
 
 
 def _mutator(target: str, mutate: Callable[[bytes, int], bytes]) -> Callable[[bytes, int, int], bytes]:
-    """Half of the time an edit of a value of the JSON, which random bytes seldom hit; else libFuzzer's own mutation."""
+    """Half of the time a mutation of a JSON value, which random bytes seldom reach; else libFuzzer's own mutation."""
     from fuzz_targets import FAMILIES
-    from mutate import edit
+    from mutate import mutate_json
 
     names = [name.encode() for name in FAMILIES]
 
@@ -43,7 +43,7 @@ def _mutator(target: str, mutate: Callable[[bytes, int], bytes]) -> Callable[[by
             if not data and rng.random() < 0.3 and base.decode("latin-1") in FAMILIES:
                 data = json.dumps({"quantization_config": FAMILIES[base.decode("latin-1")]()[1]}).encode()
         try:
-            data = json.dumps(edit(json.loads(data), rng)).encode()
+            data = json.dumps(mutate_json(json.loads(data), rng)).encode()
         except (ValueError, RecursionError):
             data = data if target == "weights" and not data else mutate(data, size)
         parts = [base, data, rest][0 if base else 1 : 3 if target == "weights" else 2]
@@ -66,16 +66,16 @@ def main(arguments: list[str]) -> None:
 
     from bitline import formats
 
-    for module in pkgutil.iter_modules(formats.__path__):
-        importlib.import_module(f"bitline.formats.{module.name}")
+    for module in pkgutil.walk_packages(formats.__path__, "bitline.formats."):
+        importlib.import_module(module.name)
     for function in filter(lambda found: isinstance(found, types.FunctionType), gc.get_objects()):
-        if (function.__module__ or "").startswith(TRACED):  # atheris' hook of imports does not see an editable installation
+        if (function.__module__ or "").startswith(TRACED):  # atheris' import hook does not see an editable installation
             atheris.instrument_func(function)
 
     def run(data: bytes) -> None:
         TARGETS[target](data)
 
-    # Mutate is another function once Setup has run, so it is looked up late.
+    # Setup replaces atheris.Mutate, so it is looked up at call time.
     atheris.Setup([sys.argv[0], *rest], run, custom_mutator=_mutator(target, lambda data, size: atheris.Mutate(data, size)))
     atheris.Fuzz()
 

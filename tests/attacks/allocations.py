@@ -1,4 +1,4 @@
-"""Measure the largest allocations of reading every family's layers: a script that test_allocations.py runs on larger shapes.
+"""Measure the largest allocations of reading the layers of every base: a script that test_allocations.py runs on larger shapes.
 
 What torch allocates is counted by its profiler, what Python does by tracemalloc. One line of JSON for each family: its name,
 the bytes of its files, of the largest part of a weight, of the largest tensor on the way, and the most that Python held.
@@ -15,7 +15,7 @@ import bases_more  # noqa: F401  (its families are among the bases once it is im
 import corpus_float  # noqa: F401
 from bases import FAMILIES, K, N, entry, gguf_bytes, write
 from oracle_gguf import NUMBERS
-from outcomes import scratch
+from outcomes import temporary_folder
 from torch.profiler import ProfilerActivity, profile
 
 import bitline
@@ -24,15 +24,15 @@ from bitline.formats.io import mapped_file
 
 
 def _read(path: Path) -> int:
-    """Read every layer; the bytes of the largest part of one."""
+    """Read every layer. Returns the bytes of the largest tensor of a weight."""
     weights = [record.weight() for record in bitline.open_checkpoint(path).layers()]
     return max(tensor.nbytes for weight in weights for tensor in weight.tensors().values())
 
 
 def measure(path: Path) -> tuple[int, int, int, int]:
-    """Bytes: of the files, of the largest part of a weight, of the largest tensor on the way, and the most that Python held."""
+    """Bytes of the files, of the largest tensor of a weight, of the largest intermediate tensor, and of Python's peak."""
     size = sum(p.stat().st_size for p in path.rglob("*")) if path.is_dir() else path.stat().st_size
-    part = _read(path)  # what is imported on the way is no allocation for this file
+    part = _read(path)  # so that imports do not count as allocations
     tracemalloc.start()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         _read(path)
@@ -43,15 +43,15 @@ def measure(path: Path) -> tuple[int, int, int, int]:
 
 
 def main() -> None:
-    bitstream.ROW_CHUNK_BYTES = 1 << 12  # what is done in chunks must not hide what is not
-    mapped_file.SMALL = 0  # and what is mapped is not allocated
+    bitstream.ROW_CHUNK_BYTES = 1 << 12  # small chunks, so that other allocations show
+    mapped_file.SMALL = 0  # map every tensor, since mappings are not allocations
     with profile(activities=[ProfilerActivity.CPU]):
-        pass  # the first profile imports things
+        pass  # the first profile imports modules
     for base in FAMILIES:
-        with scratch() as folder:
+        with temporary_folder() as folder:
             print(json.dumps([base, *measure(write(folder, *FAMILIES[base]()))]), flush=True)
     for kind in bases_gguf.TYPES:
-        with scratch() as folder:
+        with temporary_folder() as folder:
             path = folder / "model.gguf"
             path.write_bytes(gguf_bytes([], [entry("a.weight", [K, N], NUMBERS[kind], 0)], bases_gguf.rows(kind, N, K)))
             print(json.dumps([f"gguf-{kind}", *measure(path)]), flush=True)

@@ -1,4 +1,4 @@
-"""Small valid checkpoints of every family, and writers that will also write what no library would."""
+"""Small valid checkpoints of every family, and writers that can also write invalid files."""
 
 from __future__ import annotations
 

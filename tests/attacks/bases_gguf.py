@@ -1,4 +1,4 @@
-"""A good GGUF file of every type that is read: random blocks, drawn again where a number in one is not finite."""
+"""A valid GGUF file of every supported type: random blocks, redrawn where a value is not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The good checkpoints of corpus_variants.py as bases of mutations and of the matrix. Importing this file adds them."""
+"""The valid checkpoints of corpus_variants.py as bases of the mutations and the matrix. Importing this file adds them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from corpus_variants import BASES
 
 
 def made(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors and config of one; what torchao says of it is the file's metadata."""
+    """Tensors and config of one; torchao's description is in the file's metadata."""
     config, parts, described = BASES[name]()
     tensors: dict[str, Any] = named(parts)
     if described:

@@ -1,4 +1,4 @@
-"""The attacks by name. Each is built into an empty folder out of a small valid checkpoint; README.md says how to add one."""
+"""The named attacks. Each is built in an empty folder from a small valid checkpoint; README.md says how to add one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Build = Callable[[Path], Path]
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack. says: what the message matches. tensor, file: what the error names. See README.md for the rest."""
+    """One attack. says: a regular expression for the message. tensor, file: what the error names. See README.md for the rest."""
 
     name: str
     build: Build
@@ -76,7 +76,7 @@ def attack(name: str, **facts: Any) -> Callable[[Build], Build]:
 def family(
     base: str, name: str, *, says: str = "", tensors: Any = None, config: Any = None, suffix: str | None = None, **facts: Any
 ):
-    """An attack that edits the tensors (a function of the dict) or the config (a function, or values) of a family."""
+    """An attack that edits the tensors (a function of the dict) or the config (a function, or values) of a base."""
 
     def build(folder: Path) -> Path:
         data, settings = FAMILIES[base]()
@@ -92,7 +92,7 @@ def family(
 
 
 def put(suffix: str, value: torch.Tensor | None):
-    """A change of one tensor of the layer: another value, or none."""
+    """Replace one tensor of the layer, or remove it."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         if value is None:
@@ -104,7 +104,7 @@ def put(suffix: str, value: torch.Tensor | None):
 
 
 def poke(suffix: str, value: float, at: int = 3):
-    """A change of one number of one tensor."""
+    """Replace one element of one tensor."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{LAYER}.{suffix}"].view(-1)[at] = value
@@ -113,7 +113,7 @@ def poke(suffix: str, value: float, at: int = 3):
 
 
 TWO = {"a": torch.zeros(4), "b": torch.ones(4)}
-PICKLE = b"cposix\nsystem\n(S'touch owned'\ntR."  # would run a command if anyone loaded it
+PICKLE = b"cposix\nsystem\n(S'touch owned'\ntR."  # runs a command when it is loaded
 DEEP = b"[" * 200_000 + b"]" * 200_000
 
 
@@ -136,9 +136,9 @@ def raw_file(name: str, says: str, change: Callable[[bytes], bytes], **facts: An
 
 
 raw_file("empty", "length is impossible", lambda raw: b"")
-raw_file("cut-in-its-length", "length is impossible", lambda raw: raw[:5])
-raw_file("cut-in-its-header", "length is impossible", lambda raw: raw[:40])
-raw_file("cut-in-its-data", "cut short", lambda raw: raw[:-3])
+raw_file("truncated-in-its-length", "length is impossible", lambda raw: raw[:5])
+raw_file("truncated-in-its-header", "length is impossible", lambda raw: raw[:40])
+raw_file("truncated-in-its-data", "truncated", lambda raw: raw[:-3])
 raw_file("with-bytes-after-it", "belong to no tensor", lambda raw: raw + b"x")
 raw_file("header-length-zero", "length is impossible", lambda raw: bytes(8) + raw[8:])
 raw_file("header-length-2^63", "length is impossible", lambda raw: struct.pack("<Q", 1 << 63) + raw[8:], huge=True)
@@ -165,13 +165,13 @@ header("shape-of-65-dimensions", "shape is not valid", lambda h: h["a"].update(s
 header("shape-2^70", "shape is not valid", lambda h: h["a"].update(shape=[1 << 70]), "a")
 header("shape-of-strides-that-overflow", "shape is not valid", tensor="c",
        change=lambda h: h.update(c={"dtype": "F32", "shape": [1 << 62, 1 << 62, 0], "data_offsets": [32, 32]}))  # fmt: skip
-header("dtype-unknown", "dtype that is not known", lambda h: h["a"].update(dtype="F42"), "a")
-header("dtype-number", "dtype that is not known", lambda h: h["a"].update(dtype=7), "a")
-header("dtype-lies", "do not fit its shape", lambda h: h["a"].update(dtype="F64"), "a")
+header("dtype-unknown", "dtype is not known", lambda h: h["a"].update(dtype="F42"), "a")
+header("dtype-number", "dtype is not known", lambda h: h["a"].update(dtype=7), "a")
+header("dtype-of-another-size", "do not fit its shape", lambda h: h["a"].update(dtype="F64"), "a")
 header("offsets-overlap", "overlaps", lambda h: h["b"].update(data_offsets=[8, 24]), "b")
 header("offsets-leave-a-gap", "gap", lambda h: h["b"].update(data_offsets=[20, 36]), "b")
 header("offsets-reversed", "data_offsets are not valid", lambda h: h["a"].update(data_offsets=[16, 0]), "a")
-header("offsets-past-the-end", "gap|cut short", lambda h: h["b"].update(data_offsets=[1 << 60, (1 << 60) + 16]), huge=True)
+header("offsets-past-the-end", "gap|truncated", lambda h: h["b"].update(data_offsets=[1 << 60, (1 << 60) + 16]), huge=True)
 header("offsets-missing", "data_offsets are not valid", lambda h: h["a"].pop("data_offsets") and None, "a")
 header("entry-a-number", "dtype", lambda h: h.update(a=3), "a")
 header("metadata-not-text", "__metadata__", lambda h: h.update(__metadata__={"a": 1}))
@@ -180,11 +180,11 @@ header("name-moves-the-cursor", "not printable", lambda h: h.update({"\x1b[2Ja":
 header("name-of-a-million-characters", "not printable", lambda h: h.update({"a" * 1_000_000: h.pop("a")}))
 
 
-# ---- what lies in the place of a file ------------------------------------------------------------------------------------
+# ---- special files -------------------------------------------------------------------------------------------------------
 
 
 def place(name: str, says: str, make: Callable[[Path], Any], entry_name: str = "model.safetensors", **facts: Any) -> None:
-    """Something made by `make` at the path of a weights file, opened both as the folder and by its own path."""
+    """Something made by `make` at the path of a weights file, opened as the folder and by its own path."""
 
     def build(folder: Path, whole: bool) -> Path:
         make(folder / entry_name)
@@ -197,7 +197,7 @@ def place(name: str, says: str, make: Callable[[Path], Any], entry_name: str = "
 
 def _socket(path: Path) -> None:
     here = Path.cwd()
-    os.chdir(path.parent)  # a socket's path may have a hundred characters at most
+    os.chdir(path.parent)  # a socket's path is limited to about a hundred characters
     try:
         socket.socket(socket.AF_UNIX).bind(path.name)
     finally:
@@ -280,7 +280,7 @@ index("shard-is-a-pipe", "missing", GOOD | {"c": "pipe"}, change=lambda f: os.mk
 index("shard-is-the-config", "not a safetensors file", GOOD | {"c": "config.json"}, file="config.json",
       change=lambda f: (f / "config.json").write_text("{}" + " " * 50))  # fmt: skip
 index("shards-exchanged", "does not hold", {"a": "two.safetensors", "b": "one.safetensors"}, tensor="a")
-index("tensor-that-nobody-has", "does not hold", GOOD | {"c": "one.safetensors"}, tensor="c")
+index("tensor-in-no-shard", "does not hold", GOOD | {"c": "one.safetensors"}, tensor="c")
 index("tensor-in-two-shards", "two files hold", GOOD, tensor="a", file="two.safetensors",
       change=lambda f: (f / "two.safetensors").write_bytes(safetensors_bytes(TWO)))  # fmt: skip
 index("a-list", "not a JSON object", raw=b"[]")
@@ -333,13 +333,13 @@ config("method-absent", "names no method", {"quantization_config": {"bits": 4}})
 config("method-number", "names no method", {"quantization_config": {"quant_method": 4}})
 config("method-list", "names no method", {"quantization_config": {"quant_method": ["gptq"]}})
 config("method-unknown", "mystery.*is not known", {"quantization_config": {"quant_method": "mystery"}})
-config("method-not-yet", "not supported yet", {"quantization_config": {"quant_method": "aqlm"}})
+config("method-unsupported", "not supported yet", {"quantization_config": {"quant_method": "aqlm"}})
 config("method-of-a-megabyte", "is not known", {"quantization_config": {"quant_method": "\x1b[2J" * 200_000}})
 config("method-none", "does not account for", {"quantization_config": {"quant_method": "none"}}, file="model.safetensors")
 
 
 def no_config(name: str, make: Callable[[Path], Any]) -> None:
-    """FP8 codes look like weights where nobody says that they have scales: what is not read is not taken for absent."""
+    """Without a config FP8 codes look like weights: an unreadable config.json must not pass for an absent one."""
 
     def build(folder: Path) -> Path:
         write(folder, fp8()[0])
@@ -400,7 +400,7 @@ for base in ("gptq", "awq", "auto_round"):
 
 for bits in (2, 3, 8):
     family("gptq", f"bits-contradict-{bits}", says="disagree about bits|does not fit", config={"bits": bits})
-    family("awq", f"bits-contradict-{bits}", says="disagree about bits|AWQ of this width", config={"bits": bits})
+    family("awq", f"bits-contradict-{bits}", says="disagree about bits|AWQ of these bits", config={"bits": bits})
 family(
     "gptq",
     "called-awq",
@@ -413,9 +413,9 @@ family("gptq", "format-unknown", says="not supported yet", config={"checkpoint_f
 family("gptq", "format-number", says="not supported yet", config={"checkpoint_format": 2}, file="config.json")
 family("gptq", "formats-contradict", says="contradict", config={"format": "gptq_v2"}, file="config.json")
 family("gptq", "marlin", says="not supported yet", config={"is_marlin_format": True}, file="config.json")
-family("gptq", "words-of-64-bits", says="not supported yet", config={"pack_dtype": "int64"}, file="config.json")
+family("gptq", "packed-in-64-bits", says="not supported yet", config={"pack_dtype": "int64"}, file="config.json")
 family("gptq", "desc-act-number", says="desc_act", config={"desc_act": 1}, file="config.json")
-family("gptq", "symmetric-is-told", config={"sym": True}, harmless=True)  # qzeros that sym forbids: a note, see the test
+family("gptq", "symmetric-with-qzeros", config={"sym": True}, harmless=True)  # qzeros are ignored, with a warning: see the test
 family("gptq", "g-idx-out-of-range", says="g_idx", tensors=poke("g_idx", 2), suffix="g_idx")
 family("gptq", "g-idx-2^31", says="g_idx", tensors=poke("g_idx", (1 << 31) - 1), suffix="g_idx", huge=True)
 family("gptq", "g-idx-far-negative", says="g_idx", tensors=poke("g_idx", -5), suffix="g_idx")
@@ -426,7 +426,7 @@ family("gptq", "g-idx-of-uneven-groups", tensors=put("g_idx", torch.zeros(64).in
 family("awq", "version-unknown", says="not supported yet", config={"version": "marlin"}, file="config.json")
 family("awq", "version-number", says="not supported yet", config={"version": 3}, file="config.json")
 
-# Expressions that take a backtracking matcher longer than the universe has been there; the last one is refused for it.
+# Patterns that backtrack exponentially; the last one is refused for it.
 ENDLESS = ["(a+)+$", "(.*)*x", "(a|a)*b", "(.*.*)*=", "a?" * 40 + "a" * 40 + "b", "(?:){1000000000}x", r"^(([a-z])+.)+[A-Z]$"]
 LONG = LAYER.replace("up_proj", "a" * 60)
 
@@ -458,7 +458,7 @@ for what, pattern in BAD_PATTERNS.items():
     family("packed", f"ignore-{what}", says="regular expression", config={"ignore": [f"re:{pattern}"]}, file="config.json")
 family(
     "gptq",
-    "patterns-without-number",
+    "too-many-patterns",
     says="patterns",
     config={"dynamic": {f"a{i}.*": {} for i in range(10_001)}},
     file="config.json",
@@ -551,11 +551,11 @@ family(
 )
 family("packed", "zeros-out-of-range", says="zero points are out of range", suffix="weight_zero_point",
        tensors=put("weight_zero_point", torch.full((32, 2), 8, dtype=torch.int8)))  # fmt: skip
-family("packed", "g-idx-out-of-range", says="activation order", tensors=poke("weight_g_idx", 2), suffix="weight_g_idx")
-family("packed", "g-idx-negative", says="activation order", tensors=poke("weight_g_idx", -2), suffix="weight_g_idx")
-family("packed", "g-idx-partly-unused", says="activation order", tensors=poke("weight_g_idx", -1), suffix="weight_g_idx")
+family("packed", "g-idx-out-of-range", says="act-order index", tensors=poke("weight_g_idx", 2), suffix="weight_g_idx")
+family("packed", "g-idx-negative", says="act-order index", tensors=poke("weight_g_idx", -2), suffix="weight_g_idx")
+family("packed", "g-idx-partly-unused", says="act-order index", tensors=poke("weight_g_idx", -1), suffix="weight_g_idx")
 family(
-    "packed", "g-idx-too-long", says="activation order", tensors=put("weight_g_idx", torch.zeros(65).int()), suffix="weight_g_idx"
+    "packed", "g-idx-too-long", says="act-order index", tensors=put("weight_g_idx", torch.zeros(65).int()), suffix="weight_g_idx"
 )
 family("packed", "g-idx-fractions", says="dtype", tensors=put("weight_g_idx", torch.zeros(64)), suffix="weight_g_idx")
 family("packed", "g-idx-unused", tensors=put("weight_g_idx", torch.full((64,), -1)), harmless=True)
@@ -597,7 +597,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 def state(**changes: Any):
-    """A change of values in quant_state; None takes a key away."""
+    """Replace values in quant_state; None removes a key."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         values = json.loads(bytes(tensors[f"{LAYER}.{STATE}"].tolist())) | changes
@@ -615,7 +615,7 @@ family(
     "bnb4", "state-too-long", says="not a short text", suffix=STATE, tensors=put(STATE, torch.zeros(1 << 20, dtype=torch.uint8))
 )
 family("bnb4", "state-missing", says="lacks its quant_state", tensors=put(STATE, None), suffix="weight.absmax")
-family("bnb4", "state-unknown-key", says="not known", tensors=state(rotation=1), suffix=STATE)
+family("bnb4", "state-unknown-key", says="unknown keys", tensors=state(rotation=1), suffix=STATE)
 family("bnb4", "state-contradicts-its-name", says="contradicts its own name", tensors=state(quant_type="fp4"), suffix=STATE)
 for what, value in {
     "flat": [2048], "three": [2, 16, 64], "text": "32x64", "zero": [0, 64], "negative": [-32, -64], "true": [True, 2048],
@@ -640,8 +640,8 @@ family("bnb4", "nested-absmax-infinite", says="infinite", suffix="weight.absmax"
 family("bnb4", "nested-table-short", says="does not fit", tensors=put("weight.nested_quant_map", torch.ones(255)),
        suffix="weight.nested_quant_map")  # fmt: skip
 family("bnb4", "codes-of-8-bits", says="dtype", tensors=put("weight", torch.zeros(1024, 1, dtype=torch.int64)), suffix="weight")
-family("bnb8", "order-of-a-gpu", says="GPU's own order", tensors=put("weight_format", torch.tensor(1, dtype=torch.uint8)),
-       suffix="weight_format")  # fmt: skip
+family("bnb8", "tile-order-of-a-gpu", says="tile order of a GPU", suffix="weight_format",
+       tensors=put("weight_format", torch.tensor(1, dtype=torch.uint8)))  # fmt: skip
 family("bnb8", "order-a-list", says="weight_format does not fit", suffix="weight_format",
        tensors=put("weight_format", torch.zeros(7, dtype=torch.uint8)))  # fmt: skip
 family("bnb8", "scales-short", says="SCB does not fit", tensors=put("SCB", torch.ones(31)), suffix="SCB")
@@ -684,7 +684,7 @@ family("gemv_fast", "zeros-of-another-dtype", says="another dtype", suffix="qzer
 
 
 def quark(**changes: Any):
-    """A change of the weight's spec."""
+    """Replace values in the weight's spec."""
     return lambda c: c["global_quant_config"]["weight"].update(changes)
 
 
@@ -698,7 +698,7 @@ family("quark4", "axis", says="about groups", config=quark(ch_axis=0), suffix="w
 family("quark4", "pack-method-unknown", says="pack_method", file="config.json", config={"export": {"pack_method": "x" * 9000}})
 family("quark4", "export-a-list", says="export is not an object", file="config.json", config={"export": []})
 family("quark4", "not-quantized", says="does not say how", file="config.json", config={"global_quant_config": {}})
-family("quark4", "weight-a-text", says="not a spec", file="config.json", config={"global_quant_config": {"weight": "uint4"}})
+family("quark4", "weight-a-text", says="neither a spec", file="config.json", config={"global_quant_config": {"weight": "uint4"}})
 family("quark4", "layer-a-text", says="not an object", file="config.json", config={"layer_quant_config": {"*": "uint4"}})
 family("quark4", "pattern-endless", harmless=True, config={"layer_quant_config": {"*a*a*a*a*a*a*a*a*a*a*a*a*b" * 5: {}}})
 family("quark4", "pattern-long", says="too large", file="config.json", config={"layer_quant_config": {"*a" * 9000: {}}})
@@ -720,11 +720,11 @@ family("quark_nvfp4", "scale-of-scales-missing", says="lacks a tensor", tensors=
 family("quark_nvfp4", "scale-of-scales-nan", says="NaN", tensors=put("weight_scale_2", torch.tensor(float("nan"))),
        suffix="weight_scale_2")  # fmt: skip
 for what, number in {"zero": 0.0, "negative": -1.0, "nan": float("nan"), "tiny": 1e-40}.items():
-    family("quark_nvfp4", f"input-scale-{what}", says="no scale", tensors=put("input_scale_2", torch.tensor(number)),
-           suffix="input_scale_2")  # fmt: skip
+    family("quark_nvfp4", f"input-scale-{what}", says="without a float32 reciprocal", suffix="input_scale_2",
+           tensors=put("input_scale_2", torch.tensor(number)))  # fmt: skip
 family("quark_nvfp4", "scales-of-another-dtype", says="another dtype", suffix="weight_scale",
        tensors=put("weight_scale", torch.ones(32, 4)))  # fmt: skip
-family("quark_nvfp4", "three-specs", says="not a spec, nor two", file="config.json",
+family("quark_nvfp4", "three-specs", says="neither a spec nor two", file="config.json",
        config=lambda c: c["global_quant_config"]["weight"].append({}))  # fmt: skip
 
 
@@ -744,7 +744,7 @@ for what, number in {"zero": 0, "negative": -32, "not-a-divisor": 33, "2^31": (1
     family("hqq", f"group-size-{what}", says="groups do not fill", suffix="W_q",
            tensors=put("group_size", torch.tensor(number, dtype=torch.int32)))  # fmt: skip
 family("hqq", "group-size-contradicts", says="does not fit", tensors=put("group_size", torch.tensor(16, dtype=torch.int32)))
-family("hqq", "axis-2", says="a matrix has not", tensors=put("axis", torch.tensor(2, dtype=torch.int32)), suffix="axis")
+family("hqq", "axis-2", says="a matrix does not have", tensors=put("axis", torch.tensor(2, dtype=torch.int32)), suffix="axis")
 family("hqq", "axis-a-list", says="axis does not fit", tensors=put("axis", torch.ones(3).int()), suffix="axis")
 family("hqq", "scales-quantized", says="not supported yet", suffix="W_q",
        tensors=put("quant_scale", torch.tensor(1, dtype=torch.uint8)))  # fmt: skip
@@ -754,7 +754,7 @@ family("hqq", "zeros-infinite", says="infinite", tensors=poke("zero", float("inf
 family("hqq", "zeros-short", says="does not fit", tensors=put("zero", torch.ones(63, 1).half()), suffix="zero")
 
 
-# ---- torchao: the metadata of the file tells what a layer is --------------------------------------------------------------
+# ---- torchao: the file's metadata describes the layer --------------------------------------------------------------------
 
 
 def ao(name: str, says: str, metadata: Any = None, *, tensors: Any = None, suffix: str | None = "_weight_qdata", **facts: Any):
@@ -795,7 +795,7 @@ ao("inputs-unknown", "inputs quantized this way", described({"activation_quantiz
 ao("factors-short", "act_pre_scale", tensors=put("_weight_act_pre_scale", torch.ones(63)), suffix="_weight_act_pre_scale")
 
 
-@attack("layer-without-a-name", harmless=True)  # no layer at all, and nothing that a model has a place for
+@attack("layer-without-a-name", harmless=True)  # not a layer, and no parameter of a model
 def _(folder: Path) -> Path:
     tensors, settings = packed()
     return write(folder, {name.removeprefix(f"{LAYER}."): tensor for name, tensor in tensors.items()}, settings)
@@ -827,7 +827,7 @@ gguf("empty", "too short", edit=lambda raw: b"")
 gguf("magic-only", "too short", edit=lambda raw: raw[:4])
 for at in (30, 60, 200, SIZE - len(ROWS) - 60):
     gguf(f"cut-at-{at}", "outside the file|cannot be true", edit=lambda raw, at=at: raw[:at])
-gguf("cut-in-its-data", "outside the file", edit=lambda raw: raw[:-1], tensor=W)
+gguf("truncated-in-its-data", "outside the file", edit=lambda raw: raw[:-1], tensor=W)
 gguf("magic-wrong", "not a GGUF file", magic=b"GGML")
 for version in (0, 1, 4, 1 << 31):
     gguf(f"version-{version}", "version", version=version)
@@ -864,7 +864,7 @@ ALIGNMENTS = (
 for what, kind, value in ALIGNMENTS:
     gguf(f"alignment-{what}", "general.alignment", PAIRS + [pair("general.alignment", kind, value)])
 gguf("alignment-2^40", "outside the file", PAIRS + [pair("general.alignment", U64, 1 << 40)], tensor=W, huge=True)
-gguf("split", "split over several files", PAIRS + [pair("split.count", U32, 3)])
+gguf("split", "split over several", PAIRS + [pair("split.count", U32, 3)])
 gguf("tensor-without-dimensions", "number of dimensions", tensors=([entry(W, [], Q8_0, 0)], ROWS), tensor=W)
 gguf("tensor-of-5-dimensions", "number of dimensions", tensors=([entry(W, [32, 1, 1, 1, 1], Q8_0, 0)], ROWS), tensor=W)
 gguf(
@@ -895,7 +895,7 @@ gguf("tensor-name-not-utf8", "UTF-8", tensors=([entry(b"\xff", [64, 32], Q8_0, 0
 gguf("tensor-name-of-2^40-bytes", "outside the file", tensors=([struct.pack("<Q", 1 << 40) + b"abcd" * 10], ROWS), huge=True)
 for number, what in (
     (99, "unknown ggml type"),
-    (4, "no longer has"),
+    (4, "has removed"),
     ((1 << 32) - 1, "unknown ggml type"),
     (9, "Q8_1 is not"),
 ):
@@ -936,7 +936,7 @@ for key in ("llama.embedding_length", "llama.feed_forward_length", "llama.vocab_
 
 
 def instead(name: str, dims: list[int], kind: int) -> Any:
-    """The model's tensors with one of another shape or type."""
+    """The model's tensors, one of them with another shape or type."""
 
     def tensors() -> tuple[list[bytes], bytes]:
         entries, data = model_tensors()
@@ -965,7 +965,7 @@ gguf("tensor-of-a-further-layer", "layers that the configuration does not have",
 
 
 def model(name: str, says: str = ".", *, change: Any = None, tensors: Any = None, edit: Any = None, **facts: Any) -> None:
-    """An attack on a whole safetensors model: changed config values, tensors, or files."""
+    """An attack on a whole safetensors model: other config values, tensors or files."""
 
     def build(folder: Path) -> Path:
         llama_folder(folder, **(change or {}))
@@ -1066,7 +1066,7 @@ TOKENIZERS: dict[str, dict[str, tuple[int, Any]]] = {
 
 
 def gguf_with_tokenizer(folder: Path, changes: dict[str, tuple[int, Any]]) -> Path:
-    """The model with a tokenizer of four tokens, changed."""
+    """The model with a tokenizer of four tokens, with these changes."""
     pairs = [pair(f"tokenizer.ggml.{key}", kind, value) for key, (kind, value) in (TOKENS | changes).items()]
     (folder / "model.gguf").write_bytes(gguf_bytes(PAIRS + pairs, *model_tensors()))
     return folder / "model.gguf"

@@ -66,7 +66,7 @@ FAMILIES |= {f.__name__: f for f in (fp8_block, fp8_static, modelopt_nvfp4, mode
 
 
 def many(base: str, suffix: str, says: str, **values: torch.Tensor) -> None:
-    """Attacks that put other values in one tensor's place."""
+    """Attacks that replace one tensor by others."""
     for what, value in values.items():
         family(base, f"{suffix}-{what.replace('_', '-')}", says=says, tensors=put(suffix, value), suffix=suffix)
 
@@ -132,8 +132,8 @@ many("fp8_static", "weight_scale", "scales do not fit", short=torch.ones(N - 1),
 many("modelopt_nvfp4", "weight_scale_2", "NaN", nan=torch.tensor(NAN), inf=torch.tensor([INF]))
 many("modelopt_nvfp4", "weight_scale_2", "single number", rows=torch.ones(N), none=torch.ones(0))
 many("modelopt_nvfp4", "weight_scale_2", "dtype", whole=torch.tensor(1))
-many("modelopt_nvfp4", "input_scale", "divided", zero=torch.tensor(0.0), negative=torch.tensor(-1.0), nan=torch.tensor(NAN),
-     inf=torch.tensor(INF), tiny=torch.tensor(1e-44), large=torch.tensor(3e38))  # fmt: skip
+many("modelopt_nvfp4", "input_scale", "without a float32 reciprocal", zero=torch.tensor(0.0), negative=torch.tensor(-1.0),
+     nan=torch.tensor(NAN), inf=torch.tensor(INF), tiny=torch.tensor(1e-44), large=torch.tensor(3e38))  # fmt: skip
 many("modelopt_nvfp4", "input_scale", "single number", rows=torch.ones(2))
 many("modelopt_nvfp4", "weight_scale", "scales do not fit", narrow=torch.ones(N, 3).to(torch.float8_e4m3fn),
      flat=torch.ones(N).to(torch.float8_e4m3fn), tall=torch.ones(N + 1, 4).to(torch.float8_e4m3fn))  # fmt: skip

@@ -13,7 +13,7 @@ from corpus import ATTACKS, Attack
 
 W = "blk.0.ffn_up.weight"
 Q8_0, Q4_K, NVFP4, MXFP4, IQ2_XS = 8, 12, 40, 39, 17
-# Number: name, weights and bytes of a block, and where its float16 scales are.
+# Number: name, weights and bytes of a block, and the offsets of its float16 scales.
 TYPES: dict[int, tuple[str, int, int, tuple[int, ...]]] = {
     10: ("q2_k", 256, 84, (80, 82)), 11: ("q3_k", 256, 110, (108,)), 16: ("iq2_xxs", 256, 66, (0,)),
     17: ("iq2_xs", 256, 74, (0,)), 18: ("iq3_xxs", 256, 98, (0,)),
@@ -25,7 +25,7 @@ TYPES: dict[int, tuple[str, int, int, tuple[int, ...]]] = {
 
 
 def blocks(number: int, n: int = 2, k: int = 256) -> np.ndarray:
-    """Random blocks, uint8 [n, blocks, bytes], all of whose scales are valid."""
+    """Random blocks, uint8 [n, blocks, bytes], with valid scales."""
     _, size, nbytes, scales = TYPES[number]
     raw = np.random.default_rng(number).integers(0, 256, (n, k // size, nbytes), dtype=np.uint8)
     one = np.float16([0.01]).view(np.uint8)
@@ -43,7 +43,7 @@ def blocks(number: int, n: int = 2, k: int = 256) -> np.ndarray:
 
 
 def one(name: str, says: str, number: int, dims: tuple[int, ...], data: bytes, tensor: str | None = W, **facts: Any) -> None:
-    """An attack of one quantized tensor."""
+    """An attack with one quantized tensor."""
 
     def build(folder: Path) -> Path:
         path = folder / "model.gguf"
@@ -91,11 +91,13 @@ one("2^50-experts", "larger than the file", IQ2_XS, (256, 1, 1 << 50), bytes(74)
 one("1000-experts-of-one-row", ".", Q8_0, (32, 1, 1000), bytes(34_000), harmless=True)
 
 
-# ---- what lies beside a weight -------------------------------------------------------------------------------------------
+# ---- biases, factors and other tensors of a layer ------------------------------------------------------------------------
 
 
-def beside(name: str, says: str, suffix: str, dims: list[int], kind: int, data: bytes, *, experts: int = 0, **facts: Any) -> None:
-    """An attack with a second tensor, `blk.0.ffn_up.<suffix>`; harmless is True where nothing else is said."""
+def with_tensor(
+    name: str, says: str, suffix: str, dims: list[int], kind: int, data: bytes, *, experts: int = 0, **facts: Any
+) -> None:
+    """An attack with a second tensor, `blk.0.ffn_up.<suffix>`; harmless is True by default."""
     base = W.removesuffix(".weight")
 
     def build(folder: Path) -> Path:
@@ -116,18 +118,18 @@ def floats(*values: float) -> bytes:
 
 
 for what, value in {"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf}.items():
-    beside(f"factor-{what}", "NaN or infinite", "scale", [1], TYPE_F32, floats(value))
-    beside(f"factor-of-an-expert-{what}", "NaN or infinite", "scale", [4], TYPE_F32, floats(1, 2, value, 3), experts=4)
+    with_tensor(f"factor-{what}", "NaN or infinite", "scale", [1], TYPE_F32, floats(value))
+    with_tensor(f"factor-of-an-expert-{what}", "NaN or infinite", "scale", [4], TYPE_F32, floats(1, 2, value, 3), experts=4)
 for what, value in {"zero": 0.0, "negative": -1.0, "tiny": 1e-45, "huge": 3e38}.items():
-    beside(f"factor-{what}", ".", "scale", [1], TYPE_F32, floats(value))
-beside("factor-of-each-column", ".", "scale", [64], TYPE_F32, bytes(256))
-beside("factor-of-few-experts", ".", "scale", [3], TYPE_F32, bytes(12), experts=4)
-beside("factor-an-integer", ".", "scale", [1], 26, bytes(4))
-beside("factor-quantized", "not a matrix", "scale", [32], Q8_0, bytes(34))
-beside("input-scale-nan", ".", "input_scale", [1], TYPE_F32, floats(np.nan))
-beside("bias-of-few-experts", "bias does not fit", "bias", [8, 3], TYPE_F32, bytes(96), experts=4)
-beside("bias-of-no-experts", "bias does not fit", "bias", [32], TYPE_F32, bytes(128), experts=4)
-beside("bias-of-an-expert-nan", "bias", "bias", [8, 4], TYPE_F32, floats(*[np.nan] * 32), experts=4)
+    with_tensor(f"factor-{what}", ".", "scale", [1], TYPE_F32, floats(value))
+with_tensor("factor-of-each-column", ".", "scale", [64], TYPE_F32, bytes(256))
+with_tensor("factor-of-few-experts", ".", "scale", [3], TYPE_F32, bytes(12), experts=4)
+with_tensor("factor-an-integer", ".", "scale", [1], 26, bytes(4))
+with_tensor("factor-quantized", "not a matrix", "scale", [32], Q8_0, bytes(34))
+with_tensor("input-scale-nan", ".", "input_scale", [1], TYPE_F32, floats(np.nan))
+with_tensor("bias-of-few-experts", "bias does not fit", "bias", [8, 3], TYPE_F32, bytes(96), experts=4)
+with_tensor("bias-of-no-experts", "bias does not fit", "bias", [32], TYPE_F32, bytes(128), experts=4)
+with_tensor("bias-of-an-expert-nan", "bias", "bias", [8, 4], TYPE_F32, floats(*[np.nan] * 32), experts=4)
 
 
 # ---- split models --------------------------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ beside("bias-of-an-expert-nan", "bias", "bias", [8, 4], TYPE_F32, floats(*[np.na
 def part(
     i: int, count: Any = 3, kind: int = U32, no: int | None = None, name: str | None = None, more: tuple[bytes, ...] = ()
 ) -> bytes:
-    """Part i of a model of three, with a matrix of its own."""
+    """File i of a model of three, with a matrix of its own."""
     numbers = [pair("split.count", kind, count), pair("split.no", U32, i if no is None else no)]
     return gguf_bytes(
         [*(PAIRS if i == 0 else []), *numbers, *more], [entry(name or f"blk.{i}.w.weight", [64, 32], Q8_0, 0)], q8_0(32, 64, i)
@@ -149,7 +151,7 @@ def part_name(i: int, count: int = 3) -> str:
 
 def split(name: str, says: str, change: Callable[[Path], Any] = lambda folder: None, file: str | None = None, start: str = "",
           tensor: str | None = None, **facts: Any) -> None:  # fmt: skip
-    """An attack that changes a model of three parts. start: the file that is opened, in place of the folder."""
+    """An attack that changes a model split into three files. start: the file to open instead of the folder."""
 
     def build(folder: Path) -> Path:
         for i in range(3):
@@ -165,7 +167,7 @@ def put(i: int, **changes: Any) -> Callable[[Path], Any]:
 
 
 def in_place_of(i: int, make: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Something else where part i was."""
+    """Replace file i by something else."""
 
     def change(folder: Path) -> None:
         (folder / part_name(i)).unlink()
@@ -175,7 +177,7 @@ def in_place_of(i: int, make: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 
 def link_elsewhere(path: Path) -> None:
-    """As download caches have it."""
+    """A link to another folder, as in download caches."""
     target = path.parent / "elsewhere" / "x"
     target.parent.mkdir()
     target.write_bytes(part(1))
@@ -185,24 +187,24 @@ def link_elsewhere(path: Path) -> None:
 split("sound", ".", harmless=True)
 split("sound-by-name", ".", start=part_name(0), harmless=True)
 split("linked", ".", in_place_of(1, link_elsewhere), harmless=True)
-split("second-part-opened", "not the first part", file=part_name(1), start=part_name(1))
+split("second-part-opened", "not the first file", file=part_name(1), start=part_name(1))
 for i in (1, 2):
-    split(f"without-{i}", "a part of a split model is missing", in_place_of(i, lambda path: None), part_name(i))
-split("without-the-first", "not the first part", in_place_of(0, lambda path: None), part_name(1))
+    split(f"without-{i}", "a file of a split model is missing", in_place_of(i, lambda path: None), part_name(i))
+split("without-the-first", "not the first file", in_place_of(0, lambda path: None), part_name(1))
 split("a-folder-for-a-part", "is missing", in_place_of(1, Path.mkdir), part_name(1), start=part_name(0))
 split("a-pipe-for-a-part", "is missing", in_place_of(1, os.mkfifo), part_name(1), start=part_name(0))
 split("a-link-to-itself", "is missing", in_place_of(2, lambda path: path.symlink_to(path)), part_name(2), start=part_name(0))
-split("a-part-twice", "not the part that its name says", in_place_of(2, lambda path: path.symlink_to(part_name(1))), part_name(2))
+split("a-part-twice", "not the one that its name says", in_place_of(2, lambda path: path.symlink_to(part_name(1))), part_name(2))
 split("an-empty-part", "too short", in_place_of(2, Path.touch), part_name(2))
-split("other-count", "not the part that its name says", put(1, count=4), part_name(1))
-split("first-says-more-parts", "split over several files", put(0, count=4), part_name(0))
-split("first-says-2^60-parts", "split over several files", put(0, count=1 << 60, kind=U64), part_name(0), huge=True)
-split("first-says-99999-parts", "split over several files", put(0, count=99_999), part_name(0))
-split("first-says-one", "split over several files", put(0, count=1), part_name(0))
-split("negative-count", "split over several files", put(0, count=-3, kind=I64), part_name(0))
+split("other-count", "not the one that its name says", put(1, count=4), part_name(1))
+split("first-says-more-parts", "split over several", put(0, count=4), part_name(0))
+split("first-says-2^60-parts", "split over several", put(0, count=1 << 60, kind=U64), part_name(0), huge=True)
+split("first-says-99999-parts", "split over several", put(0, count=99_999), part_name(0))
+split("first-says-one", "split over several", put(0, count=1), part_name(0))
+split("negative-count", "split over several", put(0, count=-3, kind=I64), part_name(0))
 split("count-a-text", "split.count is not a number", put(0, count="3", kind=STRING), part_name(0))
 split("count-a-fraction", "split.count is not a number", put(0, count=3.0, kind=F32), part_name(0))
-split("number-of-another", "not the part that its name says", put(0, no=1), part_name(0))
+split("number-of-another", "not the one that its name says", put(0, no=1), part_name(0))
 split("tensor-in-two-parts", "the same tensor", put(2, name="blk.1.w.weight"), part_name(2), tensor="blk.1.w.weight")
 split("too-few-tensors", "do not have all", put(0, more=(pair("split.tensors.count", U32, 4),)), part_name(0))
 split("tensor-count-a-text", "not a number", put(0, more=(pair("split.tensors.count", STRING, "3"),)), part_name(0))

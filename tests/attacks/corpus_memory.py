@@ -1,4 +1,4 @@
-"""Attacks on memory: files of many megabytes of nothing (sparse ones) that ask for more. Importing this file adds them."""
+"""Attacks on memory: sparse files of many megabytes that make a naive reader allocate more. Importing this file adds them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
 def sparse(name: str, says: str, tensors: dict[str, Shape | torch.Tensor], config: dict[str, Any], suffix: str = "") -> None:
-    """A layer whose large tensors are only said to be there: the file is full of holes, which are zeros."""
+    """A layer whose large tensors exist in the header only: the file is sparse and reads as zeros."""
 
     def build(folder: Path) -> Path:
         entries: dict[str, Any] = {}
@@ -58,16 +58,16 @@ def sparse_gguf(name: str, says: str, kind: str, dims: list[int]) -> None:
 
 
 U8, I32, F16, F32, FP8 = torch.uint8, torch.int32, torch.float16, torch.float32, torch.float8_e4m3fn
-ODD = 6401  # columns: with blocks of 64 every weight has a scale of its own, 4 bytes, where the file has half a byte
-_STATE = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [ODD, ODD]}
+ODD_K = 6401  # with blocks of 64 that cross rows every weight gets a scale of 4 bytes, where the file has half a byte
+_STATE = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [ODD_K, ODD_K]}
 sparse("bnb-scales-of-odd-rows", "would take more memory", suffix="weight", config=bnb4()[1], tensors={
-    "weight": (U8, (-(-ODD * ODD // 2), 1)), "weight.absmax": (F32, (-(-ODD * ODD // 64),)),
+    "weight": (U8, (-(-ODD_K * ODD_K // 2), 1)), "weight.absmax": (F32, (-(-ODD_K * ODD_K // 64),)),
     "weight.quant_map": bnb4()[0][f"{LAYER}.weight.quant_map"],
     "weight.quant_state.bitsandbytes__nf4": json_tensor(_STATE)})  # fmt: skip
 _NESTED = _STATE | {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.1, "blocksize": 1}
 sparse("bnb-nested-scales-of-one", "would take more memory", suffix="weight", config=bnb4()[1], tensors={
-    "weight": (U8, (-(-ODD * ODD // 2), 1)), "weight.absmax": (U8, (ODD * ODD,)),
-    "weight.quant_map": bnb4()[0][f"{LAYER}.weight.quant_map"], "weight.nested_absmax": (F32, (-(-ODD * ODD // 256),)),
+    "weight": (U8, (-(-ODD_K * ODD_K // 2), 1)), "weight.absmax": (U8, (ODD_K * ODD_K,)),
+    "weight.quant_map": bnb4()[0][f"{LAYER}.weight.quant_map"], "weight.nested_absmax": (F32, (-(-ODD_K * ODD_K // 256),)),
     "weight.nested_quant_map": (F32, (256,)), "weight.quant_state.bitsandbytes__nf4": json_tensor(_NESTED)})  # fmt: skip
 _HQQ = {key.removeprefix(f"{LAYER}."): t for key, t in hqq()[0].items()}
 _ROWS = 6400 * 6400 // 64

@@ -29,7 +29,7 @@ def dtype(name: str) -> dict[str, str]:
     return {"_type": "torch.dtype", "_data": name}
 
 
-# ---- the bases: a config and the parts of one layer, and what torchao says of it ------------------------------------------
+# ---- the bases: a config, the tensors of one layer, and torchao's description of it --------------------------------------
 
 TORCHAO = {"quant_method": "torchao"}
 QUARK = {"dtype": "int3", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "symmetric": False}
@@ -105,7 +105,7 @@ def variant(
     base: str, name: str, says: str, suffix: str | None = None, *, config: Any = None, said: Any = None, harmless: Any = False,
     **parts: Any,
 ) -> None:  # fmt: skip
-    """An attack that changes parts of a layer, its config or what torchao says of it. suffix: what the error has to name."""
+    """An attack on a layer's tensors, its config or torchao's description. suffix: of the tensor that the error names."""
     tensor = None if suffix is None else f"{LAYER}.{suffix}"
 
     @attack(f"{base}-{name}", says=says, tensor=tensor, harmless=harmless)
@@ -139,7 +139,13 @@ variant(
     _weight_per_tensor_scale=torch.ones(3, 1, 1),
 )
 variant("ao_nvfp4", "global-nan", "NaN", "_weight_per_tensor_scale", _weight_per_tensor_scale=torch.tensor(NAN))
-variant("ao_nvfp4", "inputs-zero", "no scale", "_weight_act_per_tensor_scale", _weight_act_per_tensor_scale=torch.tensor(0.0))
+variant(
+    "ao_nvfp4",
+    "inputs-zero",
+    "without a float32 reciprocal",
+    "_weight_act_per_tensor_scale",
+    _weight_act_per_tensor_scale=torch.tensor(0.0),
+)
 variant("ao_nvfp4", "scales-missing", "lacks a tensor", S, **{S: None})
 variant("ao_int4", "shape-contradicts", "not the weight's", Q, said={"shape": [N, K + 2]})
 variant("ao_int4", "zeros-short", "does not fit", "_weight_zero_point", _weight_zero_point=_scales(1, N))
@@ -152,8 +158,10 @@ variant("ao_static", "scale-of-rows", "not a single number", "_weight_act_quant_
 variant(
     "ao_static", "scale-negative", "positive number", "_weight_act_quant_scale", _weight_act_quant_scale=torch.tensor([[-1.0]])
 )
-variant("ao_static", "scale-unasked", "nothing asks for", "_weight_act_quant_scale", said={"act_quant_kwargs": None})
-variant("ao_static", "zeros-fractions", "between two integers", "_weight_zero_point", _weight_zero_point=torch.full((N, 1), 0.5))
+variant("ao_static", "scale-unasked", "without act_quant_kwargs", "_weight_act_quant_scale", said={"act_quant_kwargs": None})
+variant(
+    "ao_static", "zeros-fractions", "fractional zero points", "_weight_zero_point", _weight_zero_point=torch.full((N, 1), 0.5)
+)
 variant("ao_static", "reduced", "inputs quantized this way", Q, said={"act_quant_kwargs": {"_data": {
     "granularity": {"_type": "PerRow"}, "reduce_range": True}}})  # fmt: skip
 
@@ -184,7 +192,7 @@ variant("quark_rows", "exclude-a-text", "not a list", config={"exclude": "lm_hea
 for what, value in {"negative": -1.0, "zero": 0.0, "text": "1200", "nan": NAN, "infinite": float("inf")}.items():
     variant("fbgemm", f"bound-{what}", "not valid", config={"activation_scale_ub": value})
 variant("fbgemm", "scale-short", "scales do not fit", "weight_scale", weight_scale=torch.ones(N - 1, 1))
-variant("divided", "scale-zero", "nothing can be divided by", "weight_scale_inv", weight_scale_inv=torch.zeros(N))
+variant("divided", "scale-zero", "without a float32 reciprocal", "weight_scale_inv", weight_scale_inv=torch.zeros(N))
 variant("divided", "scale-half", "another dtype", "weight_scale_inv", weight_scale_inv=torch.ones(N).half())
 variant("divided", "semantics-unknown", "not valid", config={"weight_scale_semantics": "forward"})
 variant("divided", "zero-points", "zero points", "weight_zp", weight_zp=torch.ones(N))

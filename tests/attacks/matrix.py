@@ -1,6 +1,6 @@
-"""Every kind of lie told about every tensor, header entry and config value of every family: named attacks made by a script.
+"""The matrix of attacks: every kind of invalid value for every tensor, header entry and config value of every base.
 
-`attacks(base)` yields them. Their outcome is the right weight or an error that says where; what has `refused` may not load.
+`attacks(base)` yields them. The outcome is the right weight or an error that says where; a case with `refused` must not load.
 write_corpus.py writes them as files.
 """
 
@@ -19,7 +19,7 @@ import bases_more  # noqa: F401  (its families are among the bases once it is im
 import corpus_float  # noqa: F401
 import torch
 from bases import FAMILIES, safetensors_bytes
-from outcomes import put
+from outcomes import replace_file
 
 Tensors = dict[str, Any]
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -36,8 +36,8 @@ FLOATS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One attack. build: writes it into an empty folder and returns what to open. refused: it may not load. place: a refusal
-    names a tensor or a field, and not the file alone.
+    """One attack. build: writes it into an empty folder and returns the path to open. refused: it must not load. place: a
+    refusal names a tensor or a field, not only the file.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Case:
     place: bool = True
 
 
-# ---- one tensor in another's place ---------------------------------------------------------------------------------------
+# ---- one tensor replaced -------------------------------------------------------------------------------------------------
 
 
 def _grown(t: torch.Tensor, dim: int, by: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def _bytes(t: torch.Tensor, byte: int) -> torch.Tensor:
 
 
 def _tensor_kinds(t: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Other tensors for this one's place, by name."""
+    """Replacements of a tensor, by name."""
     yield "missing", None
     yield "empty", t.reshape(-1)[:0]
     yield "flat", t.reshape(-1)
@@ -119,16 +119,18 @@ _HEADER: dict[str, dict[str, Any]] = {
 
 
 def _header_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterator[Case]:
-    for name in [name for name in tensors if name != "__metadata__"][: 1 if base != "gptq" else None]:  # headers are all alike
+    for name in [name for name in tensors if name != "__metadata__"][
+        : 1 if base != "gptq" else None
+    ]:  # the headers of all bases are alike
         short = name.rpartition("mlp.")[2]
 
         def case(kind: str, change: Callable[[dict[str, Any]], Any], short: str = short) -> Case:
             def build(folder: Path) -> Path:
-                put(folder / "config.json", json.dumps({"quantization_config": config}).encode())
-                put(folder / "model.safetensors", safetensors_bytes(tensors, change))
+                replace_file(folder / "config.json", json.dumps({"quantization_config": config}).encode())
+                replace_file(folder / "model.safetensors", safetensors_bytes(tensors, change))
                 return folder
 
-            return Case(f"{base}/header/{short}/{kind}", build, True, kind != "shape-nan")  # NaN is no JSON
+            return Case(f"{base}/header/{short}/{kind}", build, True, kind != "shape-nan")  # NaN is not JSON
 
         for field, values in _HEADER.items():
             for what, value in values.items():
@@ -144,7 +146,7 @@ def _header_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterat
 
 
 def _twice(header: dict[str, Any], name: str) -> bytes:
-    """The header as bytes, one entry in it twice."""
+    """The header as bytes, with one entry twice."""
     text = json.dumps(header)
     return (text[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}").encode()
 
@@ -165,7 +167,7 @@ _VALUES: dict[str, Any] = {
 
 
 def _paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where there is a value: of an object by its key, of a list by its place."""
+    """The paths of all values: keys of objects, indices of lists."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in inner:
         yield (*at, key)
@@ -186,8 +188,8 @@ def _config_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterat
 
     def case(name: str, text: bytes, refused: bool = False, place: bool = True) -> Case:
         def build(folder: Path) -> Path:
-            put(folder / "model.safetensors", weights)
-            put(folder / "config.json", text)
+            replace_file(folder / "model.safetensors", weights)
+            replace_file(folder / "config.json", text)
             return folder
 
         return Case(f"{base}/config/{name}", build, refused, place)
@@ -237,14 +239,14 @@ def _file_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterator
 
     def case(name: str, make: Callable[[Path], Any], refused: bool = True) -> Case:
         def build(folder: Path) -> Path:
-            put(folder / "config.json", json.dumps({"quantization_config": config}).encode())
+            replace_file(folder / "config.json", json.dumps({"quantization_config": config}).encode())
             make(folder / "model.safetensors")
             return folder
 
         return Case(f"{base}/file/{name}", build, refused, False)
 
     def content(name: str, data: bytes, refused: bool = True) -> Case:
-        return case(name, lambda path: put(path, data), refused)
+        return case(name, lambda path: replace_file(path, data), refused)
 
     for cut in (0, 1, 7, 8, 9, 8 + length // 2, 8 + length - 1, 8 + length, len(raw) - 1):
         yield content(f"cut-at-{cut}", raw[:cut])
@@ -274,7 +276,7 @@ def _file_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterator
     yield case("link-to-itself", lambda path: path.symlink_to(path.name))
     yield case("link-to-nothing", lambda path: path.symlink_to("gone"))
     yield case("link-to-a-device", lambda path: path.symlink_to("/dev/zero"))
-    yield case("link-to-the-file", lambda path: (put(path.with_name("blob"), raw), path.symlink_to("blob")), False)
+    yield case("link-to-the-file", lambda path: (replace_file(path.with_name("blob"), raw), path.symlink_to("blob")), False)
 
 
 def _with_header(raw: bytes, text: bytes) -> bytes:
@@ -295,10 +297,10 @@ def _shard_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterato
 
     def case(name: str, weight_map: Any, shards: dict[str, list[str]] | None = None, refused: bool = True) -> Case:
         def build(folder: Path) -> Path:
-            put(folder / "config.json", json.dumps({"quantization_config": config}).encode())
+            replace_file(folder / "config.json", json.dumps({"quantization_config": config}).encode())
             for shard, held in (shards or {s: [n for n in names if good[n] == s] for s in sorted(set(good.values()))}).items():
-                put(folder / shard, safetensors_bytes({n: tensors[n] for n in held} | rest))
-            put(folder / "model.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())
+                replace_file(folder / shard, safetensors_bytes({n: tensors[n] for n in held} | rest))
+            replace_file(folder / "model.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())
             return folder
 
         return Case(f"{base}/shards/{name}", build, refused, not name.endswith(("shard-config", "shard-long")))
@@ -320,7 +322,7 @@ def _shard_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterato
 
 
 def attacks(base: str) -> Iterator[Case]:
-    """Every attack on a family."""
+    """Every attack on a base."""
     tensors, config = FAMILIES[base]()
     for name, t in tensors.items():
         if name == "__metadata__":
@@ -336,8 +338,8 @@ def attacks(base: str) -> Iterator[Case]:
 def _rewriter(tensors: Tensors, config: dict[str, Any], name: str, new: torch.Tensor | None) -> Callable[[Path], Path]:
     def build(folder: Path) -> Path:
         changed = {key: (new if key == name else t) for key, t in tensors.items() if key != name or new is not None}
-        put(folder / "config.json", json.dumps({"quantization_config": config}).encode())
-        put(folder / "model.safetensors", safetensors_bytes(changed))
+        replace_file(folder / "config.json", json.dumps({"quantization_config": config}).encode())
+        replace_file(folder / "model.safetensors", safetensors_bytes(changed))
         return folder
 
     return build

@@ -1,4 +1,4 @@
-"""Every kind of lie told about a matrix of every ggml type: named attacks made by a script."""
+"""The matrix of attacks for GGUF: every kind of invalid value for a matrix of every ggml type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import bases_gguf
 from bases import TYPE_F32, entry, gguf_bytes
 from matrix import Case
 from oracle_gguf import NUMBERS
-from outcomes import put
+from outcomes import replace_file
 
 _N, _K = bases_gguf.N, bases_gguf.K
 _W = f"{bases_gguf.NAME}.weight"
@@ -23,7 +23,7 @@ def attacks(kind: str) -> Iterator[Case]:
 
     def case(name: str, entries: list[bytes], content: bytes = data, refused: bool = True) -> Case:
         def build(folder: Path) -> Path:
-            put(folder / "model.gguf", gguf_bytes(bases_gguf.PAIRS, entries, content))
+            replace_file(folder / "model.gguf", gguf_bytes(bases_gguf.PAIRS, entries, content))
             return folder / "model.gguf"
 
         return Case(f"gguf-{kind}/{name}", build, refused)

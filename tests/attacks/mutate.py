@@ -1,4 +1,4 @@
-"""Seeded mutations of good checkpoints: of a config's values, of headers, of tensors as wholes, and of bytes."""
+"""Seeded mutations of valid checkpoints: of config values, headers, whole tensors and bytes."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ VALUES: list[Any] = [
     {}, {"a": 1},
 ]  # fmt: skip
 TEXTS = [b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\x00", b"\xff", b"1e999", b"NaN", b"null", b"-", b"9" * 40, b" " * 9]
-# Bytes that mean much as some number: NaN, infinity, the largest, the smallest, one and zero of several types.
-WORDS = [
+# Bytes with a special meaning in some dtype: NaN, infinity, the largest, the smallest, one and zero.
+SPECIAL_BYTES = [
     b"\x00\x7e", b"\x00\x7c", b"\xff\x7b", b"\x01\x00", b"\x00\x3c", b"\x00\x80", b"\x80\x7f", b"\xc0\x7f", b"\x7f", b"\xff",
     b"\x80", b"\x00", b"\x00\x00\x80\x7f", b"\x00\x00\xc0\x7f", b"\xff\xff\x7f\x7f", b"\x01\x00\x00\x00", b"\xff\xff\xff\xff",
     b"\x00\x00\x00\x80", b"\xff\xff\xff\x7f", b"\x00\x00\x00\x00",
 ]  # fmt: skip
 
 
-SEED = os.environ.get("BITLINE_TEST_SEED", "")  # any text; another one is another set of mutations
+SEED = os.environ.get("BITLINE_TEST_SEED", "")  # any text; each gives another set of mutations
 
 
-def rng_of(*facts: object) -> random.Random:
-    """The same numbers in every process; hash() is another one in each."""
+def seeded_rng(*facts: object) -> random.Random:
+    """A generator seeded by these facts, the same in every process, unlike hash()."""
     return random.Random(zlib.crc32((SEED + repr(facts)).encode()))
 
 
-def edit(value: Any, rng: random.Random) -> Any:
-    """One edit somewhere in a JSON value: another value, a key renamed, lost or added, an element lost or doubled."""
+def mutate_json(value: Any, rng: random.Random) -> Any:
+    """One edit somewhere in a JSON value: another value, a key renamed, removed or added, an element removed or repeated."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         key = rng.choice(list(value))
         if rng.random() < 0.6:
-            return value | {key: edit(value[key], rng)}
+            return value | {key: mutate_json(value[key], rng)}
         changed = dict(value)
         kept = changed.pop(key)
         if rng.random() < 0.5:
@@ -48,14 +48,14 @@ def edit(value: Any, rng: random.Random) -> Any:
     if isinstance(value, list) and value and rng.random() < 0.7:
         at = rng.randrange(len(value))
         how = rng.randrange(3)
-        return value[:at] + ([edit(value[at], rng)] if how == 0 else [value[at]] * 2 if how == 1 else []) + value[at + 1 :]
+        return value[:at] + ([mutate_json(value[at], rng)] if how == 0 else [value[at]] * 2 if how == 1 else []) + value[at + 1 :]
     if type(value) is int and rng.random() < 0.4:
         return value + rng.choice([-1, 1, 8, -8, value, -2 * value, 1 << rng.randrange(70)])
     return rng.choice(VALUES)
 
 
-def scar(raw: bytes, rng: random.Random, end: int | None = None) -> bytes:
-    """One to four damages within the first `end` bytes: bits turned, bytes lost, put in, exchanged, or cut off."""
+def corrupt_bytes(raw: bytes, rng: random.Random, end: int | None = None) -> bytes:
+    """One to four corruptions within the first `end` bytes: bits flipped, bytes removed, inserted, swapped, or truncated."""
     out = bytearray(raw)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         if not out:
@@ -78,8 +78,8 @@ def scar(raw: bytes, rng: random.Random, end: int | None = None) -> bytes:
     return bytes(out)
 
 
-def retouch(raw: bytes, rng: random.Random, begin: int = 0, step: int = 1) -> bytes:
-    """Other bytes of the same number from `begin` on: bits, bytes, telling numbers on multiples of `step`, runs, copies."""
+def overwrite_bytes(raw: bytes, rng: random.Random, begin: int = 0, step: int = 1) -> bytes:
+    """Overwrite bytes from `begin` on, keeping the size: bits, bytes, SPECIAL_BYTES on multiples of `step`, runs, copies."""
     out, size = bytearray(raw), len(raw) - begin
     for _ in range(rng.choice([1, 1, 2, 4, 30]) if size > 0 else 0):
         at = begin + rng.randrange(size) // step * step
@@ -89,7 +89,7 @@ def retouch(raw: bytes, rng: random.Random, begin: int = 0, step: int = 1) -> by
         elif how == 1:
             out[at] = rng.randrange(256)
         elif how == 2:
-            new = rng.choice(WORDS)[: len(out) - at]
+            new = rng.choice(SPECIAL_BYTES)[: len(out) - at]
             out[at : at + len(new)] = new
         elif how == 3:
             run = min(rng.choice([4, 16, 64, size]), len(out) - at)
@@ -106,8 +106,8 @@ _VIEWS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.
           torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]  # fmt: skip
 
 
-def rearrange(tensors: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One tensor lost, renamed, doubled, exchanged with another, reshaped, cut, padded, or of another dtype."""
+def mutate_tensors(tensors: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """One tensor removed, renamed, duplicated, swapped with another, reshaped, truncated, padded, or of another dtype."""
     out = dict(tensors)
     name = rng.choice([key for key in out if key != "__metadata__"])
     tensor = out[name]
@@ -140,7 +140,7 @@ def rearrange(tensors: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     else:
         dtype = rng.choice(_VIEWS)
         raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-        if rng.random() < 0.5 and raw.numel() % dtype.itemsize == 0:  # the same bytes by another name
+        if rng.random() < 0.5 and raw.numel() % dtype.itemsize == 0:  # the same bytes as another dtype
             viewed = raw.view(dtype)
             out[name] = viewed.reshape(tensor.shape) if viewed.numel() == tensor.numel() else viewed
         else:
@@ -149,7 +149,7 @@ def rearrange(tensors: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def reshaped(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
-    """The same numbers in another shape."""
+    """The same values in another shape."""
     count = tensor.numel()
     how = rng.randrange(5)
     if how == 0:
@@ -169,5 +169,5 @@ def _joined(one: torch.Tensor, two: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON as bytes, NaN and all."""
+    """JSON as bytes, NaN included."""
     return json.dumps(value).encode()

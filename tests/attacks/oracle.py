@@ -1,8 +1,8 @@
-"""What a checkpoint means, read without any code of Bitline: the judge of every weight that loads.
+"""An independent reader of checkpoints without any code of Bitline, against which every weight that loads is checked.
 
-Each family is decoded with numpy alone, from the descriptions in docs/formats.md (GGUF with its authors' package). The oracle
-is lenient: it believes what it can, and says NoReading where nothing sound can be made of the files. So what Bitline loads has
-to be what the oracle reads; whether a refusal is needed is judged elsewhere.
+Each family is decoded with numpy alone, from the descriptions in docs/formats.md (GGUF with the gguf package). The oracle is
+lenient: it reads what it can, and raises Unreadable for files that have no valid reading. What Bitline loads must be what the
+oracle reads; whether a refusal is necessary is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import oracle_int
 import oracle_other
 import oracle_quark
 import oracle_torchao
-from oracle_files import Files, Layer, NoReading, read_files
-from oracle_stacks import unstacked
+from oracle_files import Files, Layer, Unreadable, read_files
+from oracle_stacks import unstack
 
 _CT_PACKINGS = ("auto_round:llm_compressor", "auto_round:llm_compressor_nvfp4_e5m3", "auto_round:fp8_static")
 
 
 def _mxfp8(files: Files) -> dict[str, Layer]:
-    """fp8's layout in blocks of 32 columns."""
+    """The layout of fp8 with scale blocks of 32 columns."""
     files.config["weight_block_size"] = [1, 32]
     return oracle_float.fp8(files)
 
 
-# Families by quant_method; variants that come later add theirs here.
+# Readers by quant_method.
 FAMILIES: dict[str, Callable[[Files], dict[str, Layer]]] = {
     "gptq": oracle_int.layers, "awq": oracle_int.layers, "compressed-tensors": oracle_ct.layers, "fp8": oracle_float.fp8,
     "fbgemm_fp8": oracle_float.fp8,
@@ -42,7 +42,7 @@ FAMILIES: dict[str, Callable[[Files], dict[str, Layer]]] = {
 
 
 _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-# Families whose experts may be stacked, and the dtypes of such codes.
+# Families with stacked experts, and the dtypes of stacked codes.
 _STACKED = {
     oracle_ct.layers: ("I32", "U8", "I8", *_FP8), oracle_float.fp8: ("I8", *_FP8), oracle_float.modelopt: ("U8", "I8", *_FP8),
 }  # fmt: skip
@@ -64,7 +64,7 @@ def _family(files: Files) -> Callable[[Files], dict[str, Layer]]:
 
 
 def _guess(files: Files) -> Callable[[Files], dict[str, Layer]]:
-    """A config that names no method: the names of the tensors, and the keys that only one family writes, tell it."""
+    """For a config without a known method: by tensor names, and by keys that only one family writes."""
     config, suffixes = files.config, {name.rpartition(".")[2] for name in files.tensors}
     if "config_groups" in config:
         return oracle_ct.layers
@@ -78,11 +78,11 @@ def _guess(files: Files) -> Callable[[Files], dict[str, Layer]]:
         return oracle_other.bitsandbytes
     if not any(re.search(r"weight_packed|weight_scale|absmax|SCB|W_q|qdata|_blocks", name) for name in files.tensors):
         return lambda files: {}
-    raise NoReading(f"quant_method {config['quant_method']!r}")
+    raise Unreadable(f"quant_method {config['quant_method']!r}")
 
 
 def layers(path: Path) -> dict[str, Layer]:
-    """Every quantized layer of a checkpoint by name, or NoReading with the reason why there is none."""
+    """Every quantized layer of a checkpoint by name, or Unreadable with the reason."""
     path = Path(path)
     if path.is_dir() and not list(path.glob("*.safetensors*")):
         path = min(path.glob("*.gguf"))
@@ -92,20 +92,22 @@ def layers(path: Path) -> dict[str, Layer]:
         files = read_files(path)
         family = _family(files)
         if family in _STACKED:
-            unstacked(files, _STACKED[family])
+            unstack(files, _STACKED[family])
         return family(files)
-    except NoReading:
+    except Unreadable:
         raise
-    except Exception as error:  # what it trips over has no sound reading
-        raise NoReading(f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # what the oracle fails on has no valid reading
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
 
 
-def same(found: np.ndarray, wanted: np.ndarray, slack: float = 0.0) -> bool:
-    """Equal bit for bit but for the sign of zero, NaN where NaN; or within a slack relative to the largest number of a row."""
+def same(found: np.ndarray, wanted: np.ndarray, tolerance: float = 0.0) -> bool:
+    """Bit-equal except the sign of zero, NaN equal to NaN; or within a tolerance relative to a row's largest value."""
     if found.shape != wanted.shape:
         return False
-    if slack == 0.0 or np.array_equal(found, wanted, equal_nan=True):
+    if tolerance == 0.0 or np.array_equal(found, wanted, equal_nan=True):
         return np.array_equal(found, wanted, equal_nan=True)
     with np.errstate(all="ignore"):
-        allowed = slack * np.nanmax(np.abs(wanted), axis=-1, keepdims=True) + 2.0**-126  # and below the smallest normal number
+        allowed = (
+            tolerance * np.nanmax(np.abs(wanted), axis=-1, keepdims=True) + 2.0**-126
+        )  # and anything below the smallest normal number
         return bool(((np.abs(found - wanted) <= allowed) | (found == wanted) | (np.isnan(found) & np.isnan(wanted))).all())

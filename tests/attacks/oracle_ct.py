@@ -1,4 +1,4 @@
-"""The oracle's compressed-tensors, and AutoRound in its layout, from the descriptions. No code of Bitline."""
+"""The oracle's compressed-tensors, and AutoRound in its layout, from the descriptions of the formats. No code of Bitline."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from oracle_files import (
     Tensors,
     bias_of,
     demand,
+    expand,
     product,
-    spread,
     stream,
-    word_stream,
+    stream_int32,
 )
 from oracle_float import blocks, on_grid, positive
 from oracle_int import AUTO_ROUND
@@ -53,10 +53,10 @@ def layers(files: Files) -> dict[str, Layer]:
 
 
 class _Scheme:
-    """What the config says of one module. loose: sizes are read off the scales."""
+    """The scheme of one module. infer_sizes: group sizes follow from the shape of the scales."""
 
     def __init__(self, config: dict[str, Any], name: str) -> None:
-        self.loose, self.version = True, str(config.get("version") or "")[:40]
+        self.infer_sizes, self.version = True, str(config.get("version") or "")[:40]
         self.format, self.mx_int = config.get("format"), str(config.get("data_type")).startswith("mx_int")
         if config["quant_method"] in AUTO_ROUND:
             self.weights, self.inputs = _auto_round(config, name)
@@ -78,7 +78,7 @@ class _Scheme:
         if isinstance(found[0], str):
             self.weights, self.inputs = _preset(found[0].upper())
         else:
-            self.loose, self.weights, self.inputs = False, found[0]["weights"], found[0].get("input_activations")
+            self.infer_sizes, self.weights, self.inputs = False, found[0]["weights"], found[0].get("input_activations")
             self.format = found[0].get("format") or self.format
 
     @property
@@ -86,7 +86,7 @@ class _Scheme:
         return self.weights.get("num_bits", 8)
 
     @property
-    def floating(self) -> bool:
+    def is_float(self) -> bool:
         return str(self.weights.get("type", "int")).lower() == "float"
 
     @property
@@ -95,27 +95,27 @@ class _Scheme:
 
     @property
     def dense(self) -> bool:
-        """Whether this version packed odd widths as one stream."""
+        """Whether this version packs 3, 5, 6 and 7 bits as one stream."""
         numbers = [int(number) for number in re.findall(r"\d+", self.version)[:2]]
         return len(numbers) < 2 or numbers >= [0, 18]
 
     def block(self, n: int, k: int, shape: tuple[int, ...]) -> tuple[int, int]:
         size = self.weights.get("group_size")
-        how = self.weights.get("strategy") or ("tensor" if not size else "channel" if size == -1 else "group")
-        how = how.lower()
-        if self.loose and shape in ((), (1,), (1, 1)):
-            how = "tensor"
-        elif self.loose and how != "block":
+        strategy = self.weights.get("strategy") or ("tensor" if not size else "channel" if size == -1 else "group")
+        strategy = strategy.lower()
+        if self.infer_sizes and shape in ((), (1,), (1, 1)):
+            strategy = "tensor"
+        elif self.infer_sizes and strategy != "block":
             if len(shape) == 1 or shape[-1] == 1:
-                how = "channel"
-            elif how in ("group", "channel", "tensor"):
-                fits = how == "group" and size and size > 0 and blocks(k, size) == shape[1]
-                how, size = "group", size if fits else blocks(k, shape[1])
-        if how == "block":
+                strategy = "channel"
+            elif strategy in ("group", "channel", "tensor"):
+                fits = strategy == "group" and size and size > 0 and blocks(k, size) == shape[1]
+                strategy, size = "group", size if fits else blocks(k, shape[1])
+        if strategy == "block":
             sizes = self.weights["block_structure"]
             rows, columns = (int(s) for s in (sizes.lower().split("x") if isinstance(sizes, str) else sizes))
             return rows, columns
-        return {"tensor": (n, k), "channel": (1, k), "group": (1, size), "tensor_group": (1, size)}[how]
+        return {"tensor": (n, k), "channel": (1, k), "group": (1, size), "tensor_group": (1, size)}[strategy]
 
 
 def _preset(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -133,10 +133,10 @@ def _auto_round(config: dict[str, Any], name: str) -> tuple[dict[str, Any], dict
         if key == name or (not re.fullmatch(r"[\w.]*", key) and re.search(key, name)):
             chosen |= change
     kind, size = str(chosen.get("data_type", "int")), chosen["group_size"]
-    how = "block" if isinstance(size, list) else {-1: "channel", 0: "tensor"}.get(size, "group")
-    weights = {"num_bits": chosen["bits"], "type": "int" if kind.startswith(("int", "mx_int")) else "float", "strategy": how,
+    strategy = "block" if isinstance(size, list) else {-1: "channel", 0: "tensor"}.get(size, "group")
+    weights = {"num_bits": chosen["bits"], "type": "int" if kind.startswith(("int", "mx_int")) else "float", "strategy": strategy,
                "symmetric": chosen.get("sym", True), "group_size": size, "block_structure": size}  # fmt: skip
-    if how == "group" and kind.startswith("nv"):
+    if strategy == "group" and kind.startswith("nv"):
         weights["strategy"] = "tensor_group"
     if (chosen.get("act_bits") or 16) >= 16:
         return weights, None
@@ -144,49 +144,49 @@ def _auto_round(config: dict[str, Any], name: str) -> tuple[dict[str, Any], dict
     fourth = (chosen.get("act_data_type") or kind).startswith("nv")
     dynamic = "local" if fourth and act_size > 0 else chosen.get("act_dynamic", True)
     strategy = "tensor_group" if fourth and act_size > 0 else "tensor" if act_size == 0 else "token"
-    floating = "int" if (chosen.get("act_data_type") or kind).startswith("int") else "float"
-    return weights, {"type": floating, "dynamic": dynamic, "strategy": strategy, "symmetric": chosen.get("act_sym", True)}
+    act_type = "int" if (chosen.get("act_data_type") or kind).startswith("int") else "float"
+    return weights, {"type": act_type, "dynamic": dynamic, "strategy": strategy, "symmetric": chosen.get("act_sym", True)}
 
 
 def _layer(m: Tensors, scheme: _Scheme) -> Layer:
     if "weight_packed" in m and m["weight_packed"].dtype == "I32":
-        return _words(m, scheme)
-    if "weight_packed" in m and not scheme.floating:
+        return _pack_quantized(m, scheme)
+    if "weight_packed" in m and not scheme.is_float:
         return _mx_int(m, scheme)
     if "weight_packed" in m:
-        width = 6 if scheme.bits == 6 else 4
+        bits = 6 if scheme.bits == 6 else 4
         n, columns = m["weight_packed"].shape
-        k = columns * 8 // width
-        values = (E2M3 if width == 6 else E2M1)[stream(m["weight_packed"].bytes().reshape(n, columns), width, k)]
+        k = columns * 8 // bits
+        values = (E2M3 if bits == 6 else E2M1)[stream(m["weight_packed"].bytes().reshape(n, columns), bits, k)]
     else:
         n, k = m["weight"].shape
         floats = m["weight"].dtype.startswith("F8")
-        demand(scheme.floating == floats and (scheme.bits == 8 or not floats), "codes that the config calls otherwise")
+        demand(scheme.is_float == floats and (scheme.bits == 8 or not floats), "codes that contradict the config")
         values = m["weight"].floats() if floats else m["weight"].integers()
         half = 1 << (scheme.bits - 1)
         demand(floats or (values.min() >= -half and values.max() < half), "codes that do not fit their bits")
     block = scheme.block(n, k, m["weight_scale"].shape)
     grid = blocks(n, block[0]), blocks(k, block[1])
-    scales = on_grid(_unsigned(m["weight_scale"]) if _is_e5m3(m, scheme) else m["weight_scale"], grid)
-    demand(scheme.symmetric or not scheme.floating or "weight_zero_point" not in m, "zero points of minifloats")
-    if "weight" in m and "weight_packed" not in m and not scheme.floating and not scheme.symmetric:
-        values = values - spread(_zeros(m, scheme, grid), n, k, *block)
+    scales = on_grid(_e5m3_values(m["weight_scale"]) if _is_e5m3(m, scheme) else m["weight_scale"], grid)
+    demand(scheme.symmetric or not scheme.is_float or "weight_zero_point" not in m, "zero points of minifloats")
+    if "weight" in m and "weight_packed" not in m and not scheme.is_float and not scheme.symmetric:
+        values = values - expand(_zeros(m, scheme, grid), n, k, *block)
     if "weight_packed" in m and "weight_global_scale" in m:
         divisor = m["weight_global_scale"].number()
-        demand(1e-35 < divisor < float("inf"), "a global scale that nothing can be divided by")
+        demand(1e-35 < divisor < float("inf"), "a global scale without a reciprocal")
         with np.errstate(all="ignore"):
             scales = (scales.astype(F64) * (1 / F64(divisor))).astype(F32)
-    return Layer(product(values, spread(scales, n, k, *block)), _extras(m, scheme, n))
+    return Layer(product(values, expand(scales, n, k, *block)), _extras(m, scheme, n))
 
 
 def _is_e5m3(m: Tensors, scheme: _Scheme) -> bool:
-    """NVFP4 without a second scale, which AutoRound writes in unsigned E5M3."""
-    said = scheme.format == "nvfp4-e5m3-pack-quantized" or scheme.weights.get("group_size") == 16
-    return "weight_packed" in m and "weight_global_scale" not in m and said
+    """FP4 with unsigned E5M3 scales and no global scale, as AutoRound writes it."""
+    declared = scheme.format == "nvfp4-e5m3-pack-quantized" or scheme.weights.get("group_size") == 16
+    return "weight_packed" in m and "weight_global_scale" not in m and declared
 
 
-def _unsigned(scale: Stored) -> Stored:
-    """E5M3 codes as the numbers that they are."""
+def _e5m3_values(scale: Stored) -> Stored:
+    """E5M3 codes as float32."""
     demand(scale.dtype == "U8", "scales of another type")
     numbers = UE5M3[scale.bytes()]
     demand(np.isfinite(numbers).all(), "scales that are not finite")
@@ -194,7 +194,7 @@ def _unsigned(scale: Stored) -> Stored:
 
 
 def _mx_int(m: Tensors, scheme: _Scheme) -> Layer:
-    """AutoRound's MXINT4: a sign and three binary digits, under E8M0 scales."""
+    """AutoRound's MXINT4: sign and magnitude in quarters, under E8M0 scales."""
     demand(scheme.mx_int and scheme.bits == 4, "minifloats that the config calls integers")
     n, columns = m["weight_packed"].shape
     codes, k = stream(m["weight_packed"].bytes().reshape(n, columns), 4, 2 * columns), 2 * columns
@@ -202,7 +202,7 @@ def _mx_int(m: Tensors, scheme: _Scheme) -> Layer:
     block = scheme.block(n, k, m["weight_scale"].shape)
     demand(m["weight_scale"].dtype in ("U8", "F8_E8M0") and (m["weight_scale"].bytes() != 255).all(), "scales of another type")
     scales = on_grid(m["weight_scale"], (blocks(n, block[0]), blocks(k, block[1])))
-    return Layer(product(values, spread(scales, n, k, *block)), _extras(m, scheme, n))
+    return Layer(product(values, expand(scales, n, k, *block)), _extras(m, scheme, n))
 
 
 def _zeros(m: Tensors, scheme: _Scheme, grid: tuple[int, int]) -> np.ndarray:
@@ -212,26 +212,26 @@ def _zeros(m: Tensors, scheme: _Scheme, grid: tuple[int, int]) -> np.ndarray:
         zero = stored.integers().reshape(grid)
         demand((zero >= -half).all() and (zero < half).all(), "zero points out of range")
         return zero
-    return _unpacked(stored.words().T, scheme, grid[0]).T - half
+    return _unpack(stored.uint32().T, scheme, grid[0]).T - half
 
 
-def _unpacked(words: np.ndarray, scheme: _Scheme, count: int) -> np.ndarray:
-    """Codes along the rows of words: one stream, or as many whole ones in a word as fit; the number of words tells which."""
-    width, per = scheme.bits, 32 // scheme.bits
-    dense, padded = words.shape[1] == -(-count * width // 32), words.shape[1] == -(-count // per)
-    demand(dense or padded, "words that fit no packing")
-    if dense and (scheme.dense or not padded or 32 % width == 0):
-        return word_stream(words, width, count)
-    fields = [(words.astype(np.int64) >> (width * i)) & ((1 << width) - 1) for i in range(per)]
-    return np.stack(fields, -1).reshape(len(words), -1)[:, :count]
+def _unpack(packed: np.ndarray, scheme: _Scheme, count: int) -> np.ndarray:
+    """Rows of uint32 to codes: one dense stream, or floor(32 / bits) codes per uint32; the number of uint32 tells which."""
+    bits, per_int32 = scheme.bits, 32 // scheme.bits
+    dense, padded = packed.shape[1] == -(-count * bits // 32), packed.shape[1] == -(-count // per_int32)
+    demand(dense or padded, "int32 that fit no packing")
+    if dense and (scheme.dense or not padded or 32 % bits == 0):
+        return stream_int32(packed, bits, count)
+    fields = [(packed.astype(np.int64) >> (bits * i)) & ((1 << bits) - 1) for i in range(per_int32)]
+    return np.stack(fields, -1).reshape(len(packed), -1)[:, :count]
 
 
-def _words(m: Tensors, scheme: _Scheme) -> Layer:
+def _pack_quantized(m: Tensors, scheme: _Scheme) -> Layer:
     rows = m["weight_packed"].shape[0]
     n, k = (int(size) for size in m["weight_shape"].integers().reshape(-1))
-    demand(n == rows and k >= 1 and not scheme.floating and 2 <= scheme.bits <= 8, "not packed integers")
+    demand(n == rows and k >= 1 and not scheme.is_float and 2 <= scheme.bits <= 8, "not packed integers")
     half = 1 << (scheme.bits - 1)
-    codes = _unpacked(m["weight_packed"].words(), scheme, k) - half
+    codes = _unpack(m["weight_packed"].uint32(), scheme, k) - half
     block = scheme.block(n, k, m["weight_scale"].shape)
     grid = blocks(n, block[0]), blocks(k, block[1])
     scales = on_grid(m["weight_scale"], grid)

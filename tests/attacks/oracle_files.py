@@ -1,4 +1,4 @@
-"""The oracle's own reading of files: safetensors, configs and numbers, with json and numpy and no code of Bitline."""
+"""The oracle's reader of files: safetensors, configs and dtypes, with json and numpy and no code of Bitline."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 F32, F64 = np.float32, np.float64
 
 
-class NoReading(Exception):
-    """The checkpoint has no sound reading: only a refusal is right."""
+class Unreadable(Exception):
+    """The checkpoint has no valid reading: it must be refused."""
 
 
 def demand(truth: object, why: str) -> None:
-    """No reading without it."""
+    """Raise Unreadable unless this is true."""
     if not truth:
-        raise NoReading(why)
+        raise Unreadable(why)
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------------
@@ -55,12 +55,12 @@ _PLAIN = {
 }  # fmt: skip
 _CODED = {"F8_E4M3": E4M3, "F8_E5M2": E5M2, "F8_E4M3FNUZ": E4M3FNUZ, "F8_E5M2FNUZ": E5M2FNUZ, "F8_E8M0": E8M0}
 SIZES = {name: np.dtype(kind).itemsize for name, kind in _PLAIN.items()} | dict.fromkeys(_CODED, 1) | {"BF16": 2, "C64": 8}
-HALVES = ("F16", "BF16", "F32")  # what scales and biases may be
+FLOATS = ("F16", "BF16", "F32")  # dtypes of scales and biases
 
 
 @dataclass
 class Stored:
-    """One tensor as it is stored."""
+    """A stored tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,27 +70,27 @@ class Stored:
         """uint8, one dimension."""
         return np.frombuffer(self.raw, np.uint8)
 
-    def words(self) -> np.ndarray:
+    def uint32(self) -> np.ndarray:
         """uint32, in the tensor's shape."""
-        demand(self.dtype in ("I32", "U32"), f"{self.dtype} are no words")
+        demand(self.dtype in ("I32", "U32"), f"{self.dtype} is not int32")
         return np.frombuffer(self.raw, "<u4").reshape(self.shape)
 
     def integers(self) -> np.ndarray:
         """int64, in the tensor's shape."""
-        demand(self.dtype[0] in "IU", f"{self.dtype} are no integers")
+        demand(self.dtype[0] in "IU", f"{self.dtype} is not an integer")
         return np.frombuffer(self.raw, _PLAIN[self.dtype]).reshape(self.shape).astype(np.int64)
 
     def floats(self) -> np.ndarray:
-        """float32 of any type of floats, in the tensor's shape."""
+        """Any float dtype as float32, in the tensor's shape."""
         if self.dtype == "BF16":
             return (np.frombuffer(self.raw, "<u2").astype(np.uint32) << 16).view(F32).reshape(self.shape)
         if self.dtype in _CODED:
             return _CODED[self.dtype][self.bytes()].reshape(self.shape)
-        demand(self.dtype in ("F16", "F32", "F64"), f"{self.dtype} are no floats")
+        demand(self.dtype in ("F16", "F32", "F64"), f"{self.dtype} is not a float")
         return np.frombuffer(self.raw, _PLAIN[self.dtype]).reshape(self.shape).astype(F32)
 
     def scales(self) -> np.ndarray:
-        """float32 of scales: floats, which have to be finite, or E8M0 codes, which may be NaN."""
+        """Scales as float32: floats, which must be finite, or E8M0, which may be NaN."""
         if self.dtype in ("U8", "F8_E8M0"):
             return E8M0[self.bytes()].reshape(self.shape)
         values = self.floats()
@@ -98,8 +98,8 @@ class Stored:
         return values
 
     def number(self) -> float:
-        """The one number of this tensor."""
-        demand(self.shape in ((), (1,), (1, 1)), "more than one number")
+        """The value of a scalar tensor."""
+        demand(self.shape in ((), (1,), (1, 1)), "not a scalar")
         values = self.floats() if self.dtype[0] in "BF" else self.integers()
         return float(values.reshape(()))
 
@@ -109,14 +109,14 @@ Tensors = dict[str, Stored]
 
 @dataclass
 class Layer:
-    """What a quantized layer means: its weight, float32 [N, K], and what else a kernel is given.
+    """The reading of a quantized layer: its weight, float32 [N, K], and the other inputs of a kernel.
 
-    slack: how far a weight may be off, relative to the largest term of its formula, where float32 rounds more than once.
+    tolerance: allowed error relative to the largest term of the formula, where float32 rounds more than once.
     """
 
     weight: np.ndarray
     extras: dict[str, np.ndarray] = field(default_factory=dict)
-    slack: float = 0.0
+    tolerance: float = 0.0
 
 
 @dataclass
@@ -140,21 +140,21 @@ class Files:
 # ---- codes ---------------------------------------------------------------------------------------------------------------
 
 
-def stream(raw: np.ndarray, width: int, count: int) -> np.ndarray:
+def stream(raw: np.ndarray, code_bits: int, count: int) -> np.ndarray:
     """Rows of bytes, uint8 [n, bytes], as `count` codes of a little-endian bit stream, int64 [n, count]."""
     bits = np.unpackbits(np.ascontiguousarray(raw), axis=1, bitorder="little")
-    demand(bits.shape[1] >= count * width, "fewer bits than codes")
-    return bits[:, : count * width].reshape(len(raw), count, width).astype(np.int64) @ (1 << np.arange(width))
+    demand(bits.shape[1] >= count * code_bits, "fewer bits than codes")
+    return bits[:, : count * code_bits].reshape(len(raw), count, code_bits).astype(np.int64) @ (1 << np.arange(code_bits))
 
 
-def word_stream(words: np.ndarray, width: int, count: int) -> np.ndarray:
-    """The same of rows of uint32."""
-    return stream(np.ascontiguousarray(words, "<u4").view(np.uint8).reshape(len(words), -1), width, count)
+def stream_int32(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """The same for rows of uint32."""
+    return stream(np.ascontiguousarray(packed, "<u4").view(np.uint8).reshape(len(packed), -1), bits, count)
 
 
-def spread(grid: np.ndarray, n: int, k: int, rows: int, columns: int) -> np.ndarray:
-    """Scales on a grid of blocks [rows, columns] for each of the [n, k] weights."""
-    demand(rows >= 1 and columns >= 1, "blocks of nothing")
+def expand(grid: np.ndarray, n: int, k: int, rows: int, columns: int) -> np.ndarray:
+    """Scales on a grid of blocks [rows, columns], expanded to [n, k]."""
+    demand(rows >= 1 and columns >= 1, "an empty block")
     rows, columns = min(rows, n), min(columns, k)
     demand(grid.shape == (-(-n // rows), -(-k // columns)), f"a grid {grid.shape} of blocks {rows} x {columns}")
     return grid[np.arange(n) // rows][:, np.arange(k) // columns]
@@ -171,7 +171,7 @@ def bias_of(module: Tensors, n: int) -> dict[str, np.ndarray]:
     if "bias" not in module:
         return {}
     bias = module["bias"]
-    demand(bias.shape in ((n,), (1, n)) and np.isfinite(bias.floats()).all(), "a bias that is none")
+    demand(bias.shape in ((n,), (1, n)) and np.isfinite(bias.floats()).all(), "an invalid bias")
     return {"bias": bias.floats().reshape(n)}
 
 

@@ -1,27 +1,27 @@
-"""The oracle's fp8, ModelOpt and gpt-oss: minifloats under scales, from the descriptions. No code of Bitline."""
+"""The oracle's fp8, ModelOpt and gpt-oss, from the descriptions of the formats. No code of Bitline."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from oracle_files import E2M1, E8M0, F32, F64, Files, Layer, Stored, Tensors, bias_of, demand, product, spread, stream
+from oracle_files import E2M1, E8M0, F32, F64, Files, Layer, Stored, Tensors, bias_of, demand, expand, product, stream
 from oracle_int import AUTO_ROUND
 
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ")
-NUMBER = ((), (1,), (1, 1))
+SCALAR_SHAPES = ((), (1,), (1, 1))
 
 
 def on_grid(scale: Stored, grid: tuple[int, int]) -> np.ndarray:
-    """Scales in the shape of their grid; a vector where there is one for each row, a number where there is one."""
-    flat = NUMBER if grid == (1, 1) else ((grid[0],),) if grid[1] == 1 else ()
+    """Scales in the shape of their grid, which may be stored as a vector (per row) or a scalar (per tensor)."""
+    flat = SCALAR_SHAPES if grid == (1, 1) else ((grid[0],),) if grid[1] == 1 else ()
     demand(scale.shape in (grid, *flat), f"scales {scale.shape} for {grid}")
     return scale.scales().reshape(grid)
 
 
 def blocks(size: int, block: int) -> int:
-    """How many blocks of a size there are."""
-    demand(block >= 1, "blocks of nothing")
+    """Number of blocks."""
+    demand(block >= 1, "an empty block")
     return -(-size // block)
 
 
@@ -39,7 +39,7 @@ def fp8(files: Files) -> dict[str, Layer]:
             n, columns = m["weight"].shape
             values = E2M1[stream(m["weight"].bytes().reshape(n, columns), 4, 2 * columns)]
             scales = on_grid(m["scale"], (n, blocks(2 * columns, 32)))
-            out[name] = Layer(product(values, spread(scales, n, 2 * columns, 1, 32)), bias_of(m, n))
+            out[name] = Layer(product(values, expand(scales, n, 2 * columns, 1, 32)), bias_of(m, n))
     return out
 
 
@@ -51,13 +51,13 @@ def _fp8(m: Tensors, config: dict[str, Any]) -> Layer:
     if isinstance(size, list):
         bn, bk = size
     else:
-        bn, bk = (n, k) if scale.shape in NUMBER else (1, k) if scale.shape in ((n,), (n, 1)) else (128, 128)
+        bn, bk = (n, k) if scale.shape in SCALAR_SHAPES else (1, k) if scale.shape in ((n,), (n, 1)) else (128, 128)
     flat = isinstance(size, int) and size > 0 and scale.shape in ((n, blocks(k, size)), (n * blocks(k, size),))
     if flat and (bn, bk) == (128, 128):  # AutoRound's groups
         bn, bk, scale = 1, size, Stored(scale.dtype, (n, blocks(k, size)), scale.raw)
     scales = on_grid(scale, (blocks(n, bn), blocks(k, bk)))
     if config.get("weight_scale_semantics") == "inverse":
-        demand((np.abs(scales) > 1e-35).all(), "scales that nothing can be divided by")
+        demand((np.abs(scales) > 1e-35).all(), "scales without a reciprocal")
         scales = 1 / scales
     extras = bias_of({"bias": m["bias"]}, n) if "bias" in m else {}
     bits = config.get("act_bits") or (16 if config["quant_method"] in AUTO_ROUND else 8)
@@ -65,22 +65,23 @@ def _fp8(m: Tensors, config: dict[str, Any]) -> Layer:
     if static:
         inputs = next(m[key] for key in ("input_scale", "activation_scale", "qscale_act") if key in m)
         extras["input_scale"] = positive(inputs.number())
-    return Layer(product(m["weight"].floats(), spread(scales, n, k, bn, bk)), extras)
+    return Layer(product(m["weight"].floats(), expand(scales, n, k, bn, bk)), extras)
 
 
 def positive(number: float) -> np.ndarray:
     """A static input scale."""
-    demand(0 < number < float("inf"), "an input scale that is none")
+    demand(0 < number < float("inf"), "an invalid input scale")
     return np.array(number, F32)
 
 
 # ---- ModelOpt ------------------------------------------------------------------------------------------------------------
 
-# algorithm to (weight, input)
+# algorithm: (storage of the weight, input_scale)
 ALGORITHMS = {
     "FP8": ("fp8", "static"), "FP8_PER_CHANNEL_PER_TOKEN": ("fp8", ""), "FP8_PB_WO": ("fp8", ""), "FP8_BLOCK_SCALES": ("fp8", ""),
     "NVFP4": ("nvfp4", "inverse"), "NVFP4_AWQ": ("nvfp4", "inverse"), "W4A16_NVFP4": ("nvfp4", ""),
-    "W4A8_NVFP4_FP8": ("nvfp4", "static"), "MXFP4": ("mxfp4", ""), "W4A8_MXFP4_FP8": ("mxfp4", "maybe"), "MXFP8": ("mxfp8", ""),
+    "W4A8_NVFP4_FP8": ("nvfp4", "static"), "MXFP4": ("mxfp4", ""), "W4A8_MXFP4_FP8": ("mxfp4", "if calibrated"),
+    "MXFP8": ("mxfp8", ""),
     "W4A16_AWQ": ("int4", ""), "W4A8_AWQ": ("int4", "static"), "W8A16": ("int8", ""), "W8A8_SQ_PER_CHANNEL": ("int8", "static"),
 }  # fmt: skip
 
@@ -124,7 +125,7 @@ def _modelopt(name: str, m: Tensors, config: dict[str, Any]) -> Layer:
     n, k = values.shape
     if len(scale.shape) == 4 and kind == "fp8":
         scale = Stored(scale.dtype, (scale.shape[0], scale.shape[2]), scale.raw)
-    if kind in ("fp8", "int8") and scale.shape in NUMBER:
+    if kind in ("fp8", "int8") and scale.shape in SCALAR_SHAPES:
         bn, bk = n, k
     elif kind in ("fp8", "int8") and scale.shape in ((n,), (n, 1)):
         bn, bk = 1, k
@@ -138,14 +139,14 @@ def _modelopt(name: str, m: Tensors, config: dict[str, Any]) -> Layer:
         bk = size or _even(k, scale.shape[1] if len(scale.shape) == 2 else 1, 16 if kind == "nvfp4" else 128)
     scales = on_grid(scale, (blocks(n, bn), blocks(k, bk)))
     if kind == "nvfp4":
-        second = m["weight_scale_2"].number()
-        demand(np.isfinite(second), "a second scale that is not finite")
+        global_scale = m["weight_scale_2"].number()
+        demand(np.isfinite(global_scale), "a global scale that is not finite")
         with np.errstate(all="ignore"):
-            scales = (scales.astype(F64) * second).astype(F32)
+            scales = (scales.astype(F64) * global_scale).astype(F32)
     extras = bias_of(m, n) | _inputs(m, ALGORITHMS[algorithm][1])
     if "pre_quant_scale" in m:
         extras["input_multiplier"] = m["pre_quant_scale"].scales().reshape(k)
-    return Layer(product(values, spread(scales, n, k, bn, bk)), extras)
+    return Layer(product(values, expand(scales, n, k, bn, bk)), extras)
 
 
 def _values(weight: Stored, kind: str, rows: int, columns: int) -> np.ndarray:
@@ -156,18 +157,18 @@ def _values(weight: Stored, kind: str, rows: int, columns: int) -> np.ndarray:
         return E2M1[stream(raw, 4, 2 * columns)]
     if kind == "int8":
         return raw.view(np.int8)
-    pairs = np.stack((raw & 15, raw >> 4), 1).reshape(2 * rows, columns).astype(np.int64)  # two rows in a byte
+    pairs = np.stack((raw & 15, raw >> 4), 1).reshape(2 * rows, columns).astype(np.int64)  # two rows per byte
     return np.where(pairs > 7, pairs - 16, pairs)
 
 
-def _even(size: int, parts: int, usual: int) -> int:
-    if parts < 1 or -(-size // usual) == parts or size % parts:
-        return usual
-    return size // parts
+def _even(size: int, blocks: int, default: int) -> int:
+    if blocks < 1 or -(-size // default) == blocks or size % blocks:
+        return default
+    return size // blocks
 
 
 def _inputs(m: Tensors, how: str) -> dict[str, np.ndarray]:
-    if how == "" or (how == "maybe" and "input_scale" not in m):
+    if how == "" or (how == "if calibrated" and "input_scale" not in m):
         return {}
     value = positive(m["input_scale"].number())
     if how != "inverse":
@@ -186,9 +187,9 @@ def mxfp4(files: Files) -> dict[str, Layer]:
         if name.endswith("_blocks"):
             stack = name.removesuffix("_blocks")
             packed, scale, bias = files.tensors[name], files.tensors[f"{stack}_scales"], files.tensors.get(f"{stack}_bias")
-            experts, n, groups, half = packed.shape
-            demand(half == 16 and scale.shape == (experts, n, groups) and packed.dtype == "U8", "no stack of experts")
-            demand(bias is None or bias.shape == (experts, n), "biases of another shape")
+            experts, n, groups, block_bytes = packed.shape
+            demand(block_bytes == 16 and scale.shape == (experts, n, groups) and packed.dtype == "U8", "no stack of experts")
+            demand(bias is None or bias.shape == (experts, n), "a bias of another shape")
             values = E2M1[stream(packed.bytes().reshape(experts * n, -1), 4, 32 * groups)].reshape(experts, n, -1)
             scales = np.repeat(E8M0[scale.bytes()].reshape(scale.shape), 32, axis=2)
             for i in range(experts):

@@ -1,4 +1,4 @@
-"""The oracle's GGUF: a parser of its own, and the `gguf` package's decoders, which are those of ggml's authors."""
+"""The oracle's GGUF: an independent parser, and the dequantization of the `gguf` package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
 
 
 def _one_scale(blocks: np.ndarray, scale: str, at: int, codes: np.ndarray) -> np.ndarray:
-    """Codes times the number at the beginning of their block."""
+    """Codes times the scale at the start of their block."""
     return product(codes, blocks[:, :at].copy().view(scale).astype(F32))
 
 
@@ -40,52 +40,52 @@ def dequantize(blocks: np.ndarray, name: str) -> np.ndarray:
             parts = _BY_HAND[name](blocks.reshape(-1, TYPES[NUMBERS[name]][2]))
             return parts.reshape(*blocks.shape[:-1], -1)
         values = gguf.quants.dequantize(blocks, GGMLQuantizationType[name])
-    if name in _NOT_NUMBERS:
-        size, first = TYPES[NUMBERS[name]][2], _NOT_NUMBERS[name]
+    if name in _INVALID_SCALES:
+        size, first = TYPES[NUMBERS[name]][2], _INVALID_SCALES[name]
         bad = (blocks.reshape(-1, size)[:, first[0]] >= first[1]).any(1)
         values.reshape(len(bad), -1)[bad] = np.nan
     return values
 
 
-# Scale bytes that are no numbers in their own format, whatever ggml's arithmetic makes of them: which bytes, and from which on.
-_NOT_NUMBERS = {"MXFP4": (slice(0, 1), 255), "NVFP4": (slice(0, 4), 128)}
+# Scale bytes that are NaN or invalid in their own dtype, which ggml computes with: which bytes, and from which value on.
+_INVALID_SCALES = {"MXFP4": (slice(0, 1), 255), "NVFP4": (slice(0, 4), 128)}
 
 
 class _Header:
     def __init__(self, raw: bytes) -> None:
-        self.raw, self.at = raw, 4
+        self.raw, self.offset = raw, 4
 
     def take(self, code: str) -> Any:
-        (value,) = struct.unpack_from(f"<{code}", self.raw, self.at)
-        self.at += struct.calcsize(f"<{code}")
+        (value,) = struct.unpack_from(f"<{code}", self.raw, self.offset)
+        self.offset += struct.calcsize(f"<{code}")
         return value
 
     def text(self) -> bytes:
         size = self.take("Q")
-        demand(size <= len(self.raw), "a text that is longer than the file")
-        self.at += size
-        return self.raw[self.at - size : self.at]
+        demand(size <= len(self.raw), "a text longer than the file")
+        self.offset += size
+        return self.raw[self.offset - size : self.offset]
 
     def value(self, kind: int) -> Any:
         if kind == 8:
             return self.text()
         if kind == 9:
             inner, count = self.take("I"), self.take("Q")
-            demand(count <= len(self.raw), "an array that is longer than the file")
+            demand(count <= len(self.raw), "an array longer than the file")
             return [self.value(inner) for _ in range(count)]
         return self.take(_SCALARS[kind])
 
 
 def layers(path: Path) -> dict[str, Layer]:
-    """Every quantized matrix of a file, or of all parts of a model that is split over several."""
+    """Every quantized matrix of a file, or of all files of a split model."""
     named = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
-    parts = [path]
+    files = [path]
     if named and b"split.count" in path.read_bytes():
-        parts = [path.with_name(f"{named[1]}-{i + 1:05d}-of-{named[2]}.gguf") for i in range(int(named[2]))]
+        files = [path.with_name(f"{named[1]}-{i + 1:05d}-of-{named[2]}.gguf") for i in range(int(named[2]))]
     out: dict[str, Layer] = {}
-    for part in parts:
-        more = _layers(part)
-        demand(not more.keys() & out.keys(), "a layer in two parts")
+    for file in files:
+        more = _layers(file)
+        demand(not more.keys() & out.keys(), "a layer in two files")
         out |= more
     return out
 
@@ -93,7 +93,7 @@ def layers(path: Path) -> dict[str, Layer]:
 def _layers(path: Path) -> dict[str, Layer]:
     raw = path.read_bytes()
     head = _Header(raw)
-    demand(raw[:4] == b"GGUF" and head.take("I") in (2, 3), "no GGUF")
+    demand(raw[:4] == b"GGUF" and head.take("I") in (2, 3), "not GGUF")
     count, pairs = head.take("Q"), head.take("Q")
     values = {}
     for _ in range(pairs):
@@ -105,19 +105,19 @@ def _layers(path: Path) -> dict[str, Layer]:
         dims = [head.take("Q") for _ in range(head.take("I"))]
         tensors.append((name, dims[::-1], TYPES[head.take("I")], head.take("Q")))
     align = values.get(b"general.alignment", 32)
-    start = -(-head.at // align) * align
+    start = -(-head.offset // align) * align
     decoded = {name: _decode(raw, start + at, shape, kind) for name, shape, kind, at in tensors}
     out = {}
     for name, shape, kind, _ in tensors:
         if kind[0] in _PLAIN:
             continue
-        demand(len(shape) in (2, 3), "not a matrix, nor a stack of them")
+        demand(len(shape) in (2, 3), "neither a matrix nor a stack of matrices")
         base, stack = name.removesuffix(".weight"), shape[:-2]
         bias = decoded.get(f"{base}.bias") if base != name else None
         factor = decoded.get(f"{base}.scale") if base != name else None
         if factor is not None and (factor.shape != (tuple(stack) or (1,)) or factor.dtype.kind != "f"):
             factor = None  # another tensor of that name
-        demand(bias is None or (bias.shape == (*stack, shape[-2]) and bias.dtype.kind == "f"), "a bias that is none")
+        demand(bias is None or (bias.shape == (*stack, shape[-2]) and bias.dtype.kind == "f"), "an invalid bias")
         demand(bias is None or np.isfinite(bias).all(), "a bias that is not finite")
         for i in range(stack[0]) if stack else (None,):
             pick = (lambda t, i=i: t) if i is None else (lambda t, i=i: t[i])
@@ -127,7 +127,7 @@ def _layers(path: Path) -> dict[str, Layer]:
             if factor is not None:
                 with np.errstate(all="ignore"):
                     layer.weight = (layer.weight.astype(F64) * float(factor[i or 0])).astype(F32)
-                layer.slack = 2.0**-20
+                layer.tolerance = 2.0**-20
             out[base if i is None else f"{base}.{i}"] = layer
     return out
 

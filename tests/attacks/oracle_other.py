@@ -13,10 +13,10 @@ from oracle_files import (
     Tensors,
     bias_of,
     demand,
+    expand,
     product,
-    spread,
 )  # fmt: skip
-from oracle_float import NUMBER
+from oracle_float import SCALAR_SHAPES
 
 # ---- bitsandbytes --------------------------------------------------------------------------------------------------------
 
@@ -34,11 +34,11 @@ def bitsandbytes(files: Files) -> dict[str, Layer]:
         elif name.endswith(".SCB"):
             base = name.removesuffix(".SCB")
             m = files.module(base)
-            demand("weight_format" not in m or m["weight_format"].number() == 0, "codes in the order of a GPU")
+            demand("weight_format" not in m or m["weight_format"].number() == 0, "codes in the tile order of a GPU")
             n, k = m["weight"].shape
-            demand(m["weight"].dtype == "I8" and m["SCB"].dtype == "F32", "other types")
+            demand(m["weight"].dtype == "I8" and m["SCB"].dtype == "F32", "other dtypes")
             scale = (m["SCB"].scales().astype(F64) / 127).astype(F32).reshape(n, 1)
-            out[base] = Layer(product(m["weight"].integers(), spread(scale, n, k, 1, k)), bias_of(m, n))
+            out[base] = Layer(product(m["weight"].integers(), expand(scale, n, k, 1, k)), bias_of(m, n))
     return out
 
 
@@ -47,20 +47,20 @@ def _four_bits(m: Tensors) -> Layer:
     (n, k), block = state["shape"], state["blocksize"]
     demand(state.keys() <= _KEYS and state.get("nested_dtype", "float32") == "float32", "a quant_state of another kind")
     raw, count = m["weight"].bytes(), n * k
-    demand(0 <= len(raw) - -(-count // 2) < 4, "codes of another number than weights")  # floats hold up to three bytes more
+    demand(0 <= len(raw) - -(-count // 2) < 4, "another number of codes")  # floats hold up to three bytes more
     codes = np.stack((raw >> 4, raw & 15), 1).reshape(-1)[:count]
     absmax, scales = m["weight.absmax"], -(-count // block)
-    demand(absmax.shape == (scales,), "scales of another number")
+    demand(absmax.shape == (scales,), "another number of scales")
     if "nested_blocksize" in state:
-        coarse = m["weight.nested_absmax"].scales()[np.arange(scales) // state["nested_blocksize"]]
+        nested = m["weight.nested_absmax"].scales()[np.arange(scales) // state["nested_blocksize"]]
         with np.errstate(all="ignore"):
-            scale = m["weight.nested_quant_map"].floats()[absmax.bytes()] * coarse + F32(state["nested_offset"])
+            scale = m["weight.nested_quant_map"].floats()[absmax.bytes()] * nested + F32(state["nested_offset"])
         demand(np.isfinite(scale).all(), "scales that are not finite")
     else:
         scale = absmax.scales()
     table = m["weight.quant_map"].floats()
     kind = "nf4" if np.array_equal(table, _NF4) else "fp4" if np.array_equal(table, _FP4) else None
-    demand(kind == state["quant_type"], "a table of no known type")
+    demand(kind == state["quant_type"], "an unknown quant_map")
     return Layer(product(table[codes], scale[np.arange(count) // block]).reshape(n, k), bias_of(m, n))
 
 
@@ -87,26 +87,26 @@ def hqq(files: Files) -> dict[str, Layer]:
 
 def _hqq(m: Tensors) -> Layer:
     n, k = (int(size) for size in m["shape"].integers())
-    width, shifts = _PACKINGS[m["packing"].raw.decode("ascii", "replace")]
+    bits, shifts = _PACKINGS[m["packing"].raw.decode("ascii", "replace")]
     axis = m["axis"].number()
-    demand(n >= 1 and k >= 1 and axis in (0, 1), "a shape or axis that is none")
+    demand(n >= 1 and k >= 1 and axis in (0, 1), "an invalid shape or axis")
     demand(not any(m[key].number() for key in ("quant_scale", "quant_zero") if key in m), "quantized scales")
-    one = "scale" in m and m["scale"].shape in NUMBER and "channel_wise" in m and m["channel_wise"].number() == 0
-    size = n * k if one else int(m["group_size"].number()) if "group_size" in m else k if axis == 1 else n
+    per_tensor = "scale" in m and m["scale"].shape in SCALAR_SHAPES and "channel_wise" in m and m["channel_wise"].number() == 0
+    size = n * k if per_tensor else int(m["group_size"].number()) if "group_size" in m else k if axis == 1 else n
     demand(size >= 1 and n * k % size == 0, "groups that do not fill the weight")
     groups = n * k // size
-    rows = n if one else groups if axis == 1 else size  # of the matrix that is packed: groups are its rows, or its columns
-    stored = np.frombuffer(m["W_q"].raw, "<i4" if width == 3 else np.uint8).astype(np.int64)
-    demand(len(stored) == -(-rows // len(shifts)) * (n * k // rows), "codes of another number")
-    codes = np.concatenate([(stored >> shift) & ((1 << width) - 1) for shift in shifts])[: n * k].reshape(rows, -1)
-    if "scale" not in m and "zero_scale" in m:  # both in one tensor
+    rows = n if per_tensor else groups if axis == 1 else size  # of the packed matrix: groups are its rows or its columns
+    stored = np.frombuffer(m["W_q"].raw, "<i4" if bits == 3 else np.uint8).astype(np.int64)
+    demand(len(stored) == -(-rows // len(shifts)) * (n * k // rows), "another number of codes")
+    codes = np.concatenate([(stored >> shift) & ((1 << bits) - 1) for shift in shifts])[: n * k].reshape(rows, -1)
+    if "scale" not in m and "zero_scale" in m:  # stacked in one tensor
         parts, exact = m["zero_scale"].scales().astype(F64).reshape(2, -1)[::-1], m["zero_scale"].dtype != "F32"
     else:
         parts, exact = (
             [m[key].scales().astype(F64) for key in ("scale", "zero")],
             not {m["scale"].dtype, m["zero"].dtype} & {"F32"},
         )
-    scale, zero = (part.reshape((1, 1) if one else (groups, 1) if axis == 1 else (1, groups)) for part in parts)
+    scale, zero = (part.reshape((1, 1) if per_tensor else (groups, 1) if axis == 1 else (1, groups)) for part in parts)
     with np.errstate(all="ignore"):
         weight = ((codes - zero) * scale).astype(F32)
     return Layer(weight.reshape(n, k), bias_of(m, n), 0.0 if exact else 2.0**-22)

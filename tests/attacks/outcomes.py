@@ -1,6 +1,6 @@
-"""The two outcomes that a checkpoint may have: the right weight, or a CheckpointError that says where. Anything else is a bug.
+"""The two outcomes of a checkpoint: the right weight, or a CheckpointError that says where. Anything else is a bug.
 
-`outcome` reads a checkpoint as a program would, with room for no more than the file and 64 MB, and holds every weight that
+`outcome` reads a checkpoint as a program would, with address space for the file and 64 MB, and checks every weight that
 loads against the oracle.
 """
 
@@ -17,19 +17,19 @@ from pathlib import Path
 
 import numpy as np
 import oracle
-from oracle_files import Layer, NoReading
+from oracle_files import Layer, Unreadable
 
 import bitline
 from bitline.errors import CheckpointError
 from bitline.weight import QuantizedWeight
 
-SLACK = 64 << 20  # bytes beside the file itself
-GUARD = 60  # seconds after which a checkpoint is said to hang; none takes more than a fraction of one
+MARGIN = 64 << 20  # bytes beside the file itself
+GUARD = 60  # seconds after which reading counts as a hang; no checkpoint takes more than a fraction of one
 EXTRAS = ("bias", "input_scale", "input_zero", "input_multiplier")
 
 
 class Hangs(BaseException):
-    """Not an Exception, so that nothing on the way takes it for an error of its own."""
+    """Not an Exception, so that no except clause swallows it."""
 
 
 def _hangs(*_: object) -> None:
@@ -37,8 +37,8 @@ def _hangs(*_: object) -> None:
 
 
 @contextlib.contextmanager
-def guarded(seconds: int = GUARD) -> Iterator[None]:
-    """Hangs instead of hanging."""
+def time_limit(seconds: int = GUARD) -> Iterator[None]:
+    """Raise Hangs after this time."""
     before = signal.signal(signal.SIGALRM, _hangs)
     signal.alarm(seconds)
     try:
@@ -49,8 +49,8 @@ def guarded(seconds: int = GUARD) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def within(nbytes: int) -> Iterator[None]:
-    """At most this much more address space than there is now (Linux; elsewhere there is no such limit)."""
+def address_space_limit(nbytes: int) -> Iterator[None]:
+    """Limit the address space to this much more than now (on Linux; no limit elsewhere)."""
     if not sys.platform.startswith("linux"):
         yield
         return
@@ -63,90 +63,90 @@ def within(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def room(path: Path) -> int:
-    """What reading a checkpoint may take: its files' size and 64 MB."""
+def memory_limit(path: Path) -> int:
+    """The memory that reading a checkpoint may take: the size of its files and 64 MB."""
     try:
         files = [p for p in path.rglob("*") if p.is_file() and not p.is_symlink()] if path.is_dir() else [path]
-        return SLACK + sum(p.stat().st_size for p in files)
-    except (OSError, ValueError):  # a path that is none
-        return SLACK
+        return MARGIN + sum(p.stat().st_size for p in files)
+    except (OSError, ValueError):  # not a valid path
+        return MARGIN
 
 
 def outcome(path: Path) -> CheckpointError | None:
-    """None where every layer loads as the right weight, the error where there is one. Else an AssertionError says what."""
-    with within(room(path)):
+    """None where every layer loads as the right weight, else the CheckpointError. An AssertionError for any other outcome."""
+    with address_space_limit(memory_limit(path)):
         try:
             records = bitline.open_checkpoint(path).layers()
             weights = {record.name: record.weight() for record in records}
         except CheckpointError as error:
             return error.with_traceback(None)
     assert all(weights[record.name].spec == record.spec for record in records)
-    right(path, weights)
+    check_weights(path, weights)
     return None
 
 
-def right(path: Path, weights: dict[str, QuantizedWeight]) -> None:
-    """Every layer that the checkpoint has, and each as the oracle reads it."""
+def check_weights(path: Path, weights: dict[str, QuantizedWeight]) -> None:
+    """The layers are those that the oracle finds, and each weight is as the oracle reads it."""
     try:
-        wanted = oracle.layers(path)
-    except NoReading as error:
-        assert not weights, f"loads, and has no sound reading: {error}"
+        expected = oracle.layers(path)
+    except Unreadable as error:
+        assert not weights, f"loads, but the oracle cannot read it: {error}"
         return
-    assert weights.keys() == wanted.keys(), f"layers {sorted(weights.keys() ^ wanted.keys())}"
+    assert weights.keys() == expected.keys(), f"layers {sorted(weights.keys() ^ expected.keys())}"
     for name, weight in weights.items():
-        _same(name, weight, wanted[name])
+        _same(name, weight, expected[name])
 
 
-def _same(name: str, weight: QuantizedWeight, wanted: Layer) -> None:
+def _same(name: str, weight: QuantizedWeight, expected: Layer) -> None:
     found = weight.dequantize().numpy()
-    assert oracle.same(found, wanted.weight, wanted.slack), f"a silent wrong answer: {name} {_differ(found, wanted.weight)}"
+    assert oracle.same(found, expected.weight, expected.tolerance), f"a wrong weight: {name} {_differ(found, expected.weight)}"
     extras = {extra: getattr(weight, extra) for extra in EXTRAS if getattr(weight, extra) is not None}
-    assert extras.keys() == wanted.extras.keys(), f"{name} has {sorted(extras)}, not {sorted(wanted.extras)}"
+    assert extras.keys() == expected.extras.keys(), f"{name} has {sorted(extras)}, not {sorted(expected.extras)}"
     for extra, tensor in extras.items():
-        values = np.asarray(wanted.extras[extra], np.float32).reshape(-1)
-        assert np.array_equal(tensor.float().numpy().reshape(-1), values), f"a silent wrong answer: {extra} of {name}"
+        values = np.asarray(expected.extras[extra], np.float32).reshape(-1)
+        assert np.array_equal(tensor.float().numpy().reshape(-1), values), f"a wrong weight: {extra} of {name}"
 
 
-def _differ(found: np.ndarray, wanted: np.ndarray) -> str:
-    if found.shape != wanted.shape:
-        return f"is {found.shape}, not {wanted.shape}"
-    at = np.argwhere(~((found == wanted) | (np.isnan(found) & np.isnan(wanted))))
-    return f"differs in {len(at)} of {found.size}, at {at[0]}: {found[tuple(at[0])]}, not {wanted[tuple(at[0])]}"
+def _differ(found: np.ndarray, expected: np.ndarray) -> str:
+    if found.shape != expected.shape:
+        return f"is {found.shape}, not {expected.shape}"
+    at = np.argwhere(~((found == expected) | (np.isnan(found) & np.isnan(expected))))
+    return f"differs in {len(at)} of {found.size}, at {at[0]}: {found[tuple(at[0])]}, not {expected[tuple(at[0])]}"
 
 
-def unneeded(path: Path) -> bool:
-    """Whether a refusal was not needed: the oracle reads every layer, and all its numbers are finite."""
+def is_unneeded_refusal(path: Path) -> bool:
+    """Whether a refusal was unnecessary: the oracle reads every layer, and all values are finite."""
     try:
-        wanted = oracle.layers(path)
-    except NoReading:
+        expected = oracle.layers(path)
+    except Unreadable:
         return False
-    return all(np.isfinite(layer.weight).all() for layer in wanted.values())
+    return all(np.isfinite(layer.weight).all() for layer in expected.values())
 
 
-def says_where(error: CheckpointError, path: Path, *, tensor: bool = False, place: bool = True) -> None:
-    """Hold an error against what it promises to name. tensor: it has to be a tensor; place: that, or a field of a config."""
+def check_error(error: CheckpointError, path: Path, *, tensor: bool = False, place: bool = True) -> None:
+    """Check what an error names. tensor: it must name a tensor. place: it must name a tensor or a config field."""
     text = str(error)
     assert error.file is not None and (error.file == str(path) or Path(error.file).is_relative_to(path)), text
     assert error.found or error.expected or error.fix, text
     assert len(text) < 4000 and text.replace("\n", "").isprintable(), text
-    assert "cannot be read as what it says it is" not in text, f"an accident, not a refusal: {text}"
+    assert "cannot be read as what it says it is" not in text, f"an exception in a reader, not a refusal: {text}"
     assert not tensor or error.tensor, f"no tensor: {text}"
     assert not place or error.tensor or error.field, f"neither tensor nor field: {text}"
 
 
-def arena() -> str | None:
-    """A folder in memory for files that live for a millisecond, None where there is no such thing."""
+def shm_folder() -> str | None:
+    """A folder in memory, None where there is none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 @contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    """An empty folder, in memory where possible, that is gone afterwards."""
-    with tempfile.TemporaryDirectory(dir=arena(), prefix="bitline-") as folder:
+def temporary_folder() -> Iterator[Path]:
+    """An empty temporary folder, in memory where possible."""
+    with tempfile.TemporaryDirectory(dir=shm_folder(), prefix="bitline-") as folder:
         yield Path(folder)
 
 
-def put(file: Path, content: bytes) -> None:
-    """A new file in the place of another one, which may still be mapped."""
+def replace_file(file: Path, content: bytes) -> None:
+    """Replace a file that may still be mapped."""
     file.unlink(missing_ok=True)
     file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Reading a layer allocates no tensor that is larger than the file and the weight that it becomes."""
+"""Reading a layer allocates no tensor larger than the file and the weight."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import bases_more  # noqa: F401  (its families are among the bases once it is im
 import corpus_float  # noqa: F401
 from bases import FAMILIES
 
-SPARE = 80 << 10  # bytes: chunks of 4 KB and what is made of them, and headers
+SPARE = 80 << 10  # bytes: chunks of 4 KB and their intermediates, and headers
 
 
 def test_no_allocation_is_larger_than_the_file_and_the_weight():
-    """On layers of [512, 1024], read in chunks of 4 KB, so that a tensor of all codes or all scales too many would show."""
+    """On layers of [512, 1024], read in chunks of 4 KB, so that one extra copy of all codes or all scales would show."""
     script = Path(__file__).with_name("allocations.py")
     path = os.pathsep.join(p for p in sys.path if p)
     env = os.environ | {"PYTHONPATH": path, "BITLINE_TEST_SHAPE": "512,1024,32", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Every attack of the corpus: the right refusal, nothing run, nothing left behind. README.md has the promises."""
+"""Every named attack: the right refusal, no code run, no state left behind. README.md has the promises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from bases import FAMILIES, LAYER, gptq, llama_folder, write
 from corpus import ATTACKS, EVIL, TOKENIZERS, Attack, gguf_with_tokenizer
-from outcomes import SLACK, guarded, right, room, within
+from outcomes import MARGIN, address_space_limit, check_weights, memory_limit, time_limit
 
 import bitline
 from bitline.errors import BitlineError, CheckpointError
@@ -27,27 +27,27 @@ from bitline.model.tokenizer import encode, load_tokenizer
 
 @pytest.fixture(autouse=True)
 def guard():
-    with guarded():
+    with time_limit():
         yield
 
 
 def use(path: Path, model: bool, oracle: bool = True) -> None:
-    """Everything that a program does with a checkpoint; reading has room for its files and 64 MB.
+    """Do everything that a program does with a checkpoint, with memory for its files and 64 MB.
 
-    oracle: hold its weights against the oracle, which has Python's own `re` and must not be given what that one never ends.
+    oracle: check its weights against the oracle, which uses Python's `re` and must not get patterns that backtrack forever.
     """
-    with within(room(path)):
+    with address_space_limit(memory_limit(path)):
         records = bitline.open_checkpoint(path).layers()
         weights = {record.name: record.weight() for record in records}
     assert all(weights[record.name].spec == record.spec for record in records)
     if oracle:
-        right(path, weights)
+        check_weights(path, weights)
     if model:
         bitline.load_model(path, dtype=torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel"))
 
 
 def judge(attack: Attack, folder: Path) -> None:
-    """Hold one attack against the promises."""
+    """Check one attack against the promises."""
     path = attack.build(folder)
     try:
         use(path, attack.model, "endless" not in attack.name)
@@ -79,19 +79,19 @@ def test_every_attack_has_its_own_name():
 
 
 @pytest.mark.parametrize("base", FAMILIES)
-def test_what_the_attacks_are_made_of_is_valid(base, tmp_path):
+def test_bases_are_valid(base, tmp_path):
     use(write(tmp_path, *FAMILIES[base]()), False)
 
 
-def test_what_is_odd_and_legal_is_noted(tmp_path):
+def test_valid_but_unexpected_data_is_a_warning(tmp_path):
     tensors, config = gptq()
     (record,) = bitline.open_checkpoint(write(tmp_path, tensors, config | {"sym": True})).layers()
     assert "not used" in record.oddities[0]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of address space are Linux's")
-def test_no_attack_takes_memory_on_a_files_word(tmp_path):
-    """The huge ones once more, models included, in a process that may have 64 MB more address space than it starts with."""
+def test_no_attack_allocates_what_a_file_claims(tmp_path):
+    """The attacks with `huge` again, models included, in a process limited to 64 MB more address space than at its start."""
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
@@ -102,11 +102,11 @@ def test_no_attack_takes_memory_on_a_files_word(tmp_path):
 
 
 def _with_little_memory(folder: Path) -> None:
-    use(llama_folder(_new(folder, "warm")), True)  # what is imported and started counts as there already
+    use(llama_folder(_new(folder, "warm")), True)  # imports and thread pools do not count
     for attack in ATTACKS:
         if attack.huge:
             place = _new(folder, attack.name)
-            with guarded(), within(SLACK):
+            with time_limit(), address_space_limit(MARGIN):
                 judge(attack, place)
             print(attack.name, flush=True)
 
@@ -119,7 +119,7 @@ def _new(folder: Path, name: str) -> Path:
 # ---- tokenizers ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_tokenizer_that_the_attacks_change_is_valid(tmp_path):
+def test_the_tokenizer_of_the_attacks_is_valid(tmp_path):
     tokenizer = load_tokenizer(bitline.open_checkpoint(gguf_with_tokenizer(tmp_path, {})))
     assert encode(tokenizer, "ab").numel() and tokenizer.decode(encode(tokenizer, "ab")[0]) == "ab"
 
@@ -158,14 +158,14 @@ def test_chat_template(template, tmp_path):
         encode(tokenizer, "ab", chat=True)
 
 
-# ---- memory runs out -----------------------------------------------------------------------------------------------------
+# ---- out of memory -------------------------------------------------------------------------------------------------------
 
 
 FULL = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 
 
 @pytest.mark.parametrize("error", FULL)
-def test_memory_that_runs_out_is_said_and_the_next_try_works(error, tmp_path, monkeypatch):
+def test_out_of_memory_is_reported_and_the_next_load_works(error, tmp_path, monkeypatch):
     folder = llama_folder(tmp_path)
     left = [3]
 
@@ -186,7 +186,7 @@ def test_memory_that_runs_out_is_said_and_the_next_try_works(error, tmp_path, mo
 
 
 def test_a_failed_load_leaves_nothing_behind(tmp_path):
-    """The same process loads a good model after every kind of bad one, to the same logits."""
+    """The same process loads a valid model after every kind of bad one, with the same logits."""
     good = llama_folder(_new(tmp_path, "good"))
     ids = torch.tensor([[1, 5, 9]])
 
@@ -200,7 +200,7 @@ def test_a_failed_load_leaves_nothing_behind(tmp_path):
         if attack.name != "unreadable":
             judge(attack, _new(tmp_path, attack.name))
     assert torch.equal(logits(), before)
-    assert LAYER and corpus.PICKLE  # the corpus itself is not changed by its attacks
+    assert LAYER and corpus.PICKLE  # the attacks do not change the corpus itself
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Every fixture: its weights are its expected.safetensors, where it has one, and else what the oracle reads.
+"""Every fixture: its weights equal its expected.safetensors, where it has one, else what the oracle reads.
 
-The other way round these files, which the formats' own producers wrote, are what the oracle is tested on; tests/formats holds
-them against the producers' own weights.
+These files, which the formats' own producers wrote, test the oracle too; tests/formats compares them with the producers' own
+dequantization.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from outcomes import right
+from outcomes import check_weights
 from safetensors.torch import load_file
 
 from bitline import open_checkpoint
@@ -28,4 +28,4 @@ def test_fixture(case):
         assert weights.keys() == expected.keys()
         assert all(weights[name].dequantize(tensor.dtype).equal(tensor) for name, tensor in expected.items())
     else:
-        right(folder, weights)
+        check_weights(folder, weights)

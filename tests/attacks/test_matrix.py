@@ -1,4 +1,4 @@
-"""Every kind of lie about every tensor, header and config value of every family: see matrix.py."""
+"""Every kind of invalid value for every tensor, header entry and config value of every base: see matrix.py."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import matrix_gguf
 import pytest
 from bases import FAMILIES
 from matrix import Case
-from outcomes import guarded, outcome, says_where, scratch
+from outcomes import check_error, outcome, temporary_folder, time_limit
 
 
 def judge(case: Case) -> str | None:
-    """What is wrong with the outcome, None where nothing is."""
-    with scratch() as folder, guarded():
+    """What is wrong with the outcome, None where it is right."""
+    with temporary_folder() as folder, time_limit():
         try:
             path = case.build(folder)
             error = outcome(path)
             if error is None:
                 return f"{case.name} loads" if case.refused else None
-            says_where(error, path, place=case.place)
+            check_error(error, path, place=case.place)
         except Exception as error:
             return f"{case.name}: {type(error).__name__}: {error}"
     return None

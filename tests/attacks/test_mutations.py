@@ -1,4 +1,4 @@
-"""Seeded mutations of good checkpoints of every family: the right weight, or an error that says where. See README.md.
+"""Seeded mutations of valid checkpoints of every family: the right weight, or an error that says where. See README.md.
 
 BITLINE_TEST_MUTATIONS is how many there are, 50,000 by default, of which `make test` makes a tenth; BITLINE_TEST_SEED, any text,
 makes others of them.
@@ -18,8 +18,8 @@ import corpus_float  # noqa: F401
 import pytest
 import torch
 from bases import FAMILIES, PAIRS, gguf_bytes, llama_folder, model_tensors, safetensors_bytes, write
-from mutate import dumps, edit, rearrange, retouch, rng_of, scar
-from outcomes import guarded, outcome, put, says_where, scratch, unneeded
+from mutate import corrupt_bytes, dumps, mutate_json, mutate_tensors, overwrite_bytes, seeded_rng
+from outcomes import check_error, is_unneeded_refusal, outcome, replace_file, temporary_folder, time_limit
 
 import bitline
 from bitline.errors import BitlineError, OutOfMemoryError
@@ -33,7 +33,7 @@ ROUNDS = [pytest.param(max(EACH // 10, 1), id="tenth"), pytest.param(EACH, id="a
 
 
 def _is_object(raw: bytes, *, config: bool = False) -> bool:
-    """Whether this is JSON of an object. Configs may hold NaN, which Python writes, and headers may not."""
+    """Whether this is a JSON object. Configs may hold NaN, which Python writes, headers may not."""
     try:
         return isinstance(json.loads(raw, parse_constant=None if config else int), dict)
     except (ValueError, RecursionError):
@@ -53,7 +53,7 @@ Case = tuple[Path, dict[str, bool]]
 
 
 def safetensors_cases(base: str, kind: str, folder: Path, rounds: int) -> Iterator[Case]:
-    """Mutations of a family, one after the other in the same folder, and what an error has to name."""
+    """Mutations of a base, one after the other in the same folder, and what an error must name."""
     tensors, quantization = FAMILIES[base]()
     write(folder, tensors, quantization)
     config, weights, index = folder / "config.json", folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -65,49 +65,49 @@ def safetensors_cases(base: str, kind: str, folder: Path, rounds: int) -> Iterat
         names = [name for name in tensors if name != "__metadata__"]
         halves = {"a.safetensors": names[::2] + ["__metadata__"], "b.safetensors": names[1::2]}
         for file, part in halves.items():
-            put(folder / file, safetensors_bytes({name: tensors[name] for name in part if name in tensors}))
+            replace_file(folder / file, safetensors_bytes({name: tensors[name] for name in part if name in tensors}))
         shards = {"weight_map": {name: file for file, part in halves.items() for name in part if name in names}}
         weights.unlink()
     for i in range(rounds):
-        rng, place = rng_of(base, kind, i), True
+        rng, place = seeded_rng(base, kind, i), True
         if kind == "config-values":
-            put(config, dumps({"model_type": "llama", "quantization_config": edit(quantization, rng)}))
+            replace_file(config, dumps({"model_type": "llama", "quantization_config": mutate_json(quantization, rng)}))
         elif kind == "config-bytes":
-            put(config, changed := scar(settings, rng))
+            replace_file(config, changed := corrupt_bytes(settings, rng))
             place = _is_object(changed, config=True)
         elif kind == "header-values":
-            changed = dumps(edit(header, rng))
+            changed = dumps(mutate_json(header, rng))
             place = _is_object(changed)
-            put(weights, struct.pack("<Q", len(changed)) + changed + data)
+            replace_file(weights, struct.pack("<Q", len(changed)) + changed + data)
         elif kind == "header-bytes":
-            put(weights, changed := scar(raw, rng, length))
+            replace_file(weights, changed := corrupt_bytes(raw, rng, length))
             place = _has_header(changed)
         elif kind == "tensors":
-            put(weights, safetensors_bytes(rearrange(tensors, rng)))
+            replace_file(weights, safetensors_bytes(mutate_tensors(tensors, rng)))
         elif kind == "numbers":
-            put(weights, retouch(raw, rng, length, rng.choice([1, 2, 4])))
+            replace_file(weights, overwrite_bytes(raw, rng, length, rng.choice([1, 2, 4])))
         elif kind == "data-bytes":
-            put(weights, raw[:length] + scar(data, rng))
-            place = False  # a file that is shorter or longer than its header says
+            replace_file(weights, raw[:length] + corrupt_bytes(data, rng))
+            place = False  # the file is shorter or longer than its header says
         else:
-            put(index, changed := dumps(edit(shards, rng)) if i % 2 else scar(dumps(shards), rng))
+            replace_file(index, changed := dumps(mutate_json(shards, rng)) if i % 2 else corrupt_bytes(dumps(shards), rng))
             place = _is_object(changed)
         yield folder, {"place": place, "tensor": kind == "numbers", "exact": kind == "numbers"}
 
 
 def gguf_cases(ggml: str, kind: str, folder: Path, rounds: int) -> Iterator[Case]:
-    """The same of a GGUF file with a matrix of one type."""
+    """The same for a GGUF file with a matrix of one type."""
     raw, start = bases_gguf.file(ggml)
     path = folder / "model.gguf"
-    put(path, raw)
+    replace_file(path, raw)
     assert (error := outcome(path)) is None, f"{ggml}: {error}"
     for i in range(rounds):
-        rng = rng_of("gguf", ggml, kind, i)
+        rng = seeded_rng("gguf", ggml, kind, i)
         if kind == "numbers":
-            changed = retouch(raw, rng, start, rng.choice([1, 2]))
+            changed = overwrite_bytes(raw, rng, start, rng.choice([1, 2]))
         else:
-            changed = scar(raw, rng, start if kind == "header" else None)
-        put(path, changed)
+            changed = corrupt_bytes(raw, rng, start if kind == "header" else None)
+        replace_file(path, changed)
         yield path, {"place": len(changed) >= 24, "tensor": kind == "numbers", "exact": kind == "numbers"}
 
 
@@ -115,41 +115,41 @@ def gguf_cases(ggml: str, kind: str, folder: Path, rounds: int) -> Iterator[Case
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("base", FAMILIES)
 def test_safetensors(base, kind, rounds):
-    with scratch() as folder, guarded():
+    with temporary_folder() as folder, time_limit():
         loaded = sum(judge(path, **promised) for path, promised in safetensors_cases(base, kind, folder, rounds))
     if rounds == EACH:
         assert loaded < EACH or kind in ("numbers", "index"), "no mutation did anything"
-        assert loaded or kind != "numbers", "no mutation was legal"
+        assert loaded or kind != "numbers", "no mutation was valid"
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("kind", GGUF_KINDS)
 @pytest.mark.parametrize("ggml", bases_gguf.TYPES)
 def test_gguf(ggml, kind, rounds):
-    with scratch() as folder, guarded():
+    with temporary_folder() as folder, time_limit():
         loaded = sum(judge(path, **promised) for path, promised in gguf_cases(ggml, kind, folder, rounds))
-    assert loaded or kind == "header" or rounds < EACH, "no mutation was legal"
+    assert loaded or kind == "header" or rounds < EACH, "no mutation was valid"
 
 
 def judge(path: Path, *, place: bool, tensor: bool, exact: bool) -> bool:
-    """Whether the checkpoint loads. exact: a refusal has to be needed."""
+    """Whether the checkpoint loads. exact: a refusal must be necessary."""
     error = outcome(path)
     if error is None:
         return True
-    says_where(error, path, place=place, tensor=tensor)
-    if exact and unneeded(path):
-        raise AssertionError(f"refused although it is sound: {error}") from error
+    check_error(error, path, place=place, tensor=tensor)
+    if exact and is_unneeded_refusal(path):
+        raise AssertionError(f"refused although it is valid: {error}") from error
     return False
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_gguf_models(rounds, tmp_path):
-    """A damaged header that still loads gives transformers a configuration: load_model keeps its promises there too."""
+    """A damaged header that still loads configures transformers: load_model keeps the promises there too."""
     entries, data = model_tensors()
     raw = gguf_bytes(PAIRS, entries, data)
     path = tmp_path / "model.gguf"
     for i in range(rounds * TOTAL // (500 * EACH)):
-        path.write_bytes(scar(raw, rng_of("gguf model", i), len(raw) - len(data)))
+        path.write_bytes(corrupt_bytes(raw, seeded_rng("gguf model", i), len(raw) - len(data)))
         loads(path)
 
 
@@ -158,11 +158,11 @@ def test_model_configs(rounds, tmp_path):
     folder = llama_folder(tmp_path)
     settings = json.loads((folder / "config.json").read_text())
     for i in range(rounds * TOTAL // (500 * EACH)):
-        rng = rng_of("config", i)
+        rng = seeded_rng("config", i)
         changed = settings
         for _ in range(rng.choice([1, 1, 2])):
             key = rng.choice([k for k in settings if k != "quantization_config"])
-            changed = changed | {key: edit(changed[key], rng)}
+            changed = changed | {key: mutate_json(changed[key], rng)}
         (folder / "config.json").write_text(json.dumps(changed))
         loads(folder)
 
@@ -171,7 +171,7 @@ def loads(path: Path) -> None:
     try:
         model = bitline.load_model(path, dtype=torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel"))
     except OutOfMemoryError:
-        raise AssertionError("memory was asked for on the file's word") from None
+        raise AssertionError("allocated what the file claims") from None
     except BitlineError:
         return
     assert all(not t.is_meta for t in [*model.parameters(), *model.buffers()])

@@ -1,6 +1,6 @@
-"""Every good checkpoint has exactly one built-in reader, and what nobody reads is said to be so.
+"""Every valid checkpoint matches exactly one built-in reader, and an unsupported one is refused as such.
 
-If two readers took a checkpoint for their own, its weights would depend on which is asked first.
+If two readers matched a checkpoint, its weights would depend on which is asked first.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ CASES = sorted(path.name for path in CHECKPOINTS.iterdir() if path.is_dir())
 
 @functools.cache
 def readers():
-    """Every built-in reader by its name, whatever the order that they are asked in."""
-    modules = (importlib.import_module(f"bitline.formats.{found.name}") for found in pkgutil.iter_modules(formats.__path__))
+    """Every built-in reader."""
+    modules = map(importlib.import_module, (m.name for m in pkgutil.walk_packages(formats.__path__, "bitline.formats.")))
     found = [module.READER for module in modules if hasattr(module, "READER")]
     names = [reader.name for reader in found]
     assert len(set(names)) == len(names) >= 11
     return found
 
 
-def claims(source):
-    """The names of the readers that take a checkpoint for their own."""
+def matching(source):
+    """The names of the readers that match a checkpoint."""
     return [reader.name for reader in readers() if reader.matches(source)]
 
 
 def one(path):
     checkpoint = open_checkpoint(path)
-    assert claims(checkpoint.source) == [checkpoint.format] and checkpoint.layers()
+    assert matching(checkpoint.source) == [checkpoint.format] and checkpoint.layers()
     return checkpoint.format
 
 
@@ -73,8 +73,8 @@ def test_every_reader_has_a_base(tmp_path):
     assert found == {reader.name for reader in readers()}
 
 
-def test_a_gguf_file_beside_another_checkpoints_config(tmp_path):
-    """The file says what it is: a config in its folder belongs to something else."""
+def test_a_gguf_file_beside_the_config_of_another_checkpoint(tmp_path):
+    """The file has its own metadata: a config.json in its folder belongs to another checkpoint."""
     write(tmp_path, *FAMILIES["gptq"]())
     (tmp_path / "model.gguf").write_bytes(bases_gguf.file("Q4_0")[0])
     assert one(tmp_path / "model.gguf") == "gguf" and one(tmp_path / "model.safetensors") == "gptq"
@@ -91,15 +91,15 @@ PACKINGS = (
 TYPES = (None, "int", "int_sym", "fp", "fp8", "fp8_sym", "mx_fp", "mx_int", "mx_int4", "nv_fp4", 4)
 
 
-def test_no_config_is_anyones_twice(tmp_path):
-    """Whatever AutoRound's names for layouts and types stand beside: a name that nobody knows is nobody's."""
+def test_no_config_matches_two_readers(tmp_path):
+    """Every method with every packing_format and data_type of AutoRound; unknown names match no reader."""
     save_file({f"{LAYER}.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     found = {}
     for method, packing, kind in itertools.product(METHODS, PACKINGS, TYPES):
         config = {"quant_method": method, "packing_format": packing, "data_type": kind}
         config = {key: value for key, value in config.items() if value is not None}
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-        names = claims(SafetensorsSource(tmp_path))
+        names = matching(SafetensorsSource(tmp_path))
         assert len(names) <= 1, f"{config}: {names}"
         found[method, packing, kind] = names
     assert found["auto-round", None, "int"] == ["gptq"] and found["auto-round", "auto_round:awq", "int"] == ["awq"]
@@ -107,8 +107,8 @@ def test_no_config_is_anyones_twice(tmp_path):
 
 
 @pytest.mark.parametrize("method", [*UNSUPPORTED_METHODS, "gguf", "made-up", "GPTQ-like", "", "none of these"])
-def test_what_no_reader_takes(method, tmp_path):
-    """The error names the method, where it is said, who could have read it and what to do."""
+def test_unsupported_methods(method, tmp_path):
+    """The error names the method, the file and field, the readers and the fix."""
     config = {"quant_method": method} | (
         {"packing_format": "auto_round:of-tomorrow"} if method.endswith("auto-round") or method == "inc" else {}
     )
@@ -116,7 +116,7 @@ def test_what_no_reader_takes(method, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path)
     error, text = caught.value, str(caught.value)
-    assert not claims(SafetensorsSource(tmp_path))
+    assert not matching(SafetensorsSource(tmp_path))
     assert error.file == str(tmp_path / "config.json") and repr(method.lower()) in error.found
     assert error.field == ("packing_format" if "packing_format" in config else "quant_method") and error.found in text
     assert ("not supported yet [" in text) == (method in UNSUPPORTED_METHODS)
@@ -126,15 +126,15 @@ def test_what_no_reader_takes(method, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["qweight", "weight_packed", "weight"])
 def test_codes_without_a_config(suffix, tmp_path):
-    """Nobody's checkpoint, and no plain one either."""
+    """It matches no reader, and is not an unquantized checkpoint either."""
     save_file({f"{LAYER}.{suffix}": torch.ones(2, 2, dtype=torch.int32)}, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
-    assert not claims(checkpoint.source) and not checkpoint.format
+    assert not matching(checkpoint.source) and not checkpoint.format
     with pytest.raises(CheckpointError, match="does not account for") as caught:
         checkpoint.layers()
     assert caught.value.tensor == f"{LAYER}.{suffix}" and caught.value.found == "no quantization config"
 
 
-def test_a_plain_checkpoint_is_nobodys(tmp_path):
+def test_an_unquantized_checkpoint_matches_no_reader(tmp_path):
     write(tmp_path, {f"{LAYER}.weight": torch.ones(2, 2)}, {})
-    assert not claims(SafetensorsSource(tmp_path)) and open_checkpoint(tmp_path).layers() == []
+    assert not matching(SafetensorsSource(tmp_path)) and open_checkpoint(tmp_path).layers() == []

@@ -1,4 +1,4 @@
-"""The contract is tested on the checkpoints that tests/attacks are made of."""
+"""The contract is tested on the valid checkpoints of tests/attacks."""
 
 import sys
 from pathlib import Path

@@ -9,7 +9,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "formats.md"
 
 
 def must(*numbers: int) -> pytest.MarkDecorator:
-    """A test that fails where one of these sentences of the contract is broken."""
+    """Mark a test of these sentences of the contract."""
     return pytest.mark.must(*numbers)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bases import TYPE_F32, U32, entry, gguf_bytes, gptq, pair, safetensors_bytes, write
 from must import must
-from outcomes import guarded, put
+from outcomes import replace_file, time_limit
 
 import bitline
 from bitline import CheckpointError
@@ -22,7 +22,7 @@ ONE, TWO = {"a": torch.zeros(4)}, {"b": torch.ones(4)}
 
 
 def refused(path: Path, match: str | None = None) -> CheckpointError:
-    with guarded(30), pytest.raises(CheckpointError, match=match) as caught:
+    with time_limit(30), pytest.raises(CheckpointError, match=match) as caught:
         bitline.open_checkpoint(path).layers()
     return caught.value
 
@@ -46,7 +46,7 @@ def test_an_index_stays_in_its_folder(name, tmp_path):
 @must(10)
 @pytest.mark.parametrize("suffix", ["safetensors", "gguf", "json"])
 @pytest.mark.parametrize("what", ["pipe", "socket", "device", "folder", "dangling", "loop"])
-def test_what_is_no_file_is_not_opened(what, suffix, tmp_path, monkeypatch):
+def test_special_files_are_not_opened(what, suffix, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / ("config.json" if suffix == "json" else f"model.{suffix}")
     make = {
@@ -76,19 +76,19 @@ def _f32(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-LIES: dict[str, tuple[str, dict[str, object]]] = {
+INVALID_HEADERS: dict[str, tuple[str, dict[str, object]]] = {
     "overlap": ("overlaps", {"a": _f32([2], 0, 8), "b": _f32([3], 4, 16)}),
-    "gap": ("gap", {"a": _f32([1], 0, 4), "b": _f32([2], 8, 16)}), "outside": ("cut short", {"a": _f32([5], 0, 20)}),
+    "gap": ("gap", {"a": _f32([1], 0, 4), "b": _f32([2], 8, 16)}), "outside": ("truncated", {"a": _f32([5], 0, 20)}),
     "unused": ("belong to no tensor", {"a": _f32([3], 0, 12)}), "reversed": ("data_offsets", {"a": _f32([4], 16, 0)}),
     "shape": ("do not fit its shape", {"a": _f32([3], 0, 16)}), "dtype": ("dtype", {"a": _f32([4], 0, 16, "F31")}),
-    "width": ("do not fit its shape", {"a": _f32([4], 0, 16, "F16")}),
+    "item size": ("do not fit its shape", {"a": _f32([4], 0, 16, "F16")}),
 }  # fmt: skip
 
 
 @must(11)
-@pytest.mark.parametrize("lie", LIES)
-def test_tensors_lie_in_the_file_and_apart(lie, tmp_path):
-    says, header = LIES[lie]
+@pytest.mark.parametrize("case", INVALID_HEADERS)
+def test_tensors_lie_in_the_file_without_overlap(case, tmp_path):
+    says, header = INVALID_HEADERS[case]
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
     refused(tmp_path, says)
@@ -96,30 +96,30 @@ def test_tensors_lie_in_the_file_and_apart(lie, tmp_path):
 
 @must(11)
 @pytest.mark.parametrize("length", [0, 1, 80, 1 << 31, 1 << 63, (1 << 64) - 1])
-def test_a_header_is_as_long_as_the_file_allows(length, tmp_path):
+def test_header_length_is_checked_against_the_file(length, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}" + bytes(20))
     refused(tmp_path, "length is impossible|not JSON|not valid JSON")
 
 
-GGUF_LIES = {
+INVALID_GGUF_TENSORS = {
     "overlap": [entry("a", [8], TYPE_F32, 0), entry("b", [16], TYPE_F32, 0)], "misaligned": [entry("a", [2], TYPE_F32, 4)],
     "outside": [entry("a", [8], TYPE_F32, 1 << 20)], "too large": [entry("a", [1 << 20], TYPE_F32, 0)],
     "no type": [entry("a", [8], 77, 0)], "no size": [entry("a", [0], TYPE_F32, 0)], "rank": [entry("a", [1] * 5, TYPE_F32, 0)],
-    "half a block": [entry("a", [33], 8, 0)],
+    "partial block": [entry("a", [33], 8, 0)],
 }  # fmt: skip
 
 
 @must(11)
-@pytest.mark.parametrize("lie", GGUF_LIES)
-def test_tensors_of_a_gguf_file_lie_in_it_and_apart(lie, tmp_path):
-    (tmp_path / "model.gguf").write_bytes(gguf_bytes([], GGUF_LIES[lie], bytes(64)))
+@pytest.mark.parametrize("case", INVALID_GGUF_TENSORS)
+def test_tensors_of_a_gguf_file_lie_in_it_without_overlap(case, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes([], INVALID_GGUF_TENSORS[case], bytes(64)))
     assert refused(tmp_path).tensor in ("a", "b")
 
 
 @must(12)
 @pytest.mark.parametrize("shape", [[1 << 62, 4, 4], [(1 << 62) + 1, 4], [1 << 32, 1 << 32], [1 << 70], [1 << 63, 2, 0]], ids=str)
 def test_sizes_do_not_overflow(shape, tmp_path):
-    nbytes = 4 * math.prod(shape) % (1 << 64)  # what a machine's own numbers would make of it
+    nbytes = 4 * math.prod(shape) % (1 << 64)  # the size in 64-bit arithmetic
     text = json.dumps({"a": _f32(shape, 0, nbytes)}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(nbytes))
     assert refused(tmp_path).tensor == "a"
@@ -133,7 +133,7 @@ def test_sizes_of_a_gguf_file_do_not_overflow(dims, tmp_path):
 
 
 BAD_JSON = {
-    "list": b"[]", "number": b"3", "empty": b"", "cut": b'{"a": ', "not UTF-8": b'{"a": "\xff"}',
+    "list": b"[]", "number": b"3", "empty": b"", "truncated": b'{"a": ', "not UTF-8": b'{"a": "\xff"}',
     "UTF-16": '{"a": 1}'.encode("utf-16"),
     "deep": b'{"a":' + b"[" * 99_999 + b"]" * 99_999 + b"}", "twice": b'{"a": 1, "a": 2}', "inside": b'{"a": {"b": 1, "b": 2}}',
     "digits": b'{"a": ' + b"9" * 5000 + b"}", "text after": b"{} {}",
@@ -147,7 +147,7 @@ def test_json_is_one_object_with_one_meaning(bad, where, tmp_path):
     if where == "header":
         (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(BAD_JSON[bad])) + BAD_JSON[bad])
     elif where == "index":
-        put(shards(tmp_path, {}) / "model.safetensors.index.json", BAD_JSON[bad])
+        replace_file(shards(tmp_path, {}) / "model.safetensors.index.json", BAD_JSON[bad])
     else:
         write(tmp_path, ONE, {})
         (tmp_path / ("config.json" if where == "config" else "quantize_config.json")).write_bytes(BAD_JSON[bad])
@@ -155,7 +155,7 @@ def test_json_is_one_object_with_one_meaning(bad, where, tmp_path):
 
 
 @must(13)
-def test_nan_is_no_json_of_a_header(tmp_path):
+def test_nan_is_refused_in_a_header(tmp_path):
     text = b'{"__metadata__": {"a": "x"}, "a": {"dtype": "F32", "shape": [], "data_offsets": [0, NaN]}}'
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     refused(tmp_path, "NaN is not JSON")
@@ -178,15 +178,15 @@ def test_a_name_is_given_once(tmp_path):
     assert refused(tmp_path, "two files hold").tensor == "a"
     folder = tmp_path / "gguf"
     folder.mkdir()
-    twice = [entry("a", [8], TYPE_F32, 0), entry("a", [8], TYPE_F32, 32)]
-    (folder / "model.gguf").write_bytes(gguf_bytes([], twice, bytes(64)))
+    repeated = [entry("a", [8], TYPE_F32, 0), entry("a", [8], TYPE_F32, 32)]
+    (folder / "model.gguf").write_bytes(gguf_bytes([], repeated, bytes(64)))
     assert refused(folder, "comes twice").tensor == "a"
     (folder / "model.gguf").write_bytes(gguf_bytes([pair("k", U32, 1), pair("k", U32, 1)], [], b""))
     refused(folder, "comes twice")
 
 
 @must(15)
-def test_missing_parts_are_missed(tmp_path):
+def test_missing_shards_and_tensors(tmp_path):
     shards(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
     assert list(bitline.open_checkpoint(tmp_path).source.tensors) == ["a", "b"]
     shards(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
@@ -203,7 +203,7 @@ def test_missing_parts_are_missed(tmp_path):
 
 @must(15)
 @pytest.mark.parametrize("lost", [1, 100, 20_000])
-def test_a_file_that_is_cut(lost, tmp_path):
+def test_a_truncated_file(lost, tmp_path):
     raw = safetensors_bytes({"a": torch.zeros(4096)})
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw)
@@ -211,4 +211,4 @@ def test_a_file_that_is_cut(lost, tmp_path):
     os.truncate(path, max(0, len(raw) - lost))
     with pytest.raises(CheckpointError, match="became shorter"):
         checkpoint.read("a")
-    refused(path, "cut short|impossible")
+    refused(path, "truncated|impossible")

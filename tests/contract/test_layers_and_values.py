@@ -1,4 +1,4 @@
-"""The contract, sentences 16 to 29: configs against tensors, and what a weight is."""
+"""The contract, sentences 16 to 29: configs against tensors, and the values of weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from bases import FAMILIES, LAYER, described, group, json_tensor, safetensors_bytes, write
 from must import must
-from outcomes import outcome, put
+from outcomes import outcome, replace_file
 from safetensors.torch import load_file
 
 import bitline
@@ -37,7 +37,7 @@ def refused(folder: Path, tensors: dict[str, Any], config: Any, match: str | Non
 
 
 def changed(base: str, suffix: str, tensor: torch.Tensor | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A family with one tensor of its layer changed, or gone."""
+    """A base with one tensor of its layer replaced or removed."""
     tensors, config = FAMILIES[base]()
     name = f"{LAYER}.{suffix}"
     tensors = {key: value for key, value in tensors.items() if key != name}
@@ -67,23 +67,23 @@ def test_unknown_methods_and_formats(base, change, tmp_path):
     assert repr(value).lower() in str(error).lower() or (value and str(value).lower() in str(error))
 
 
-# Options of other producers, and such that may be anything.
+# Options of other producers, and options that may have any value.
 FREE = {
     ("auto-round", "checkpoint_format"), ("auto-round", "desc_act"), ("auto-round", "version"), ("auto-round", "zero_point"),
     ("compressed-tensors", "version"), ("hqq", "quant_config"),
 }  # fmt: skip
 GARBAGE: tuple[Any, ...] = ("mystery", -7, 2.5, ["mystery"], {"mystery": 1})
 NAMES = ("ignore", "targets", "modules_to_not_convert", "layer_quant_config", "dynamic", "extra_config", "quantized_layers")
-# What a quark spec says of scales and of schemes without groups is in the shapes of their tensors.
+# Options of a Quark spec that the shapes of the tensors determine too, for scales and schemes without groups.
 BY_SHAPE = ("dtype", "qscheme", "group_size", "ch_axis")
 
 
-def options(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def options(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from options(inner, (*at, key))
-    if at:
-        yield at
+            yield from options(inner, (*path, key))
+    if path:
+        yield path
 
 
 def with_option(config: dict[str, Any], at: tuple[Any, ...], value: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def with_option(config: dict[str, Any], at: tuple[Any, ...], value: Any) -> dict
 
 
 def free(method: str, base: str, at: tuple[Any, ...]) -> bool:
-    """Whether an option may be anything, or is the name of a module."""
+    """Whether an option may have any value, or is a module name."""
     if (method, at[0]) in FREE or (at[0] in NAMES and len(at) > 1) or (len(at) > 1 and at[-2] == "targets"):
         return True
     if method != "quark":
@@ -106,20 +106,20 @@ def free(method: str, base: str, at: tuple[Any, ...]) -> bool:
 
 @must(17)
 @pytest.mark.parametrize("base", [name for name in FAMILIES if name != "quark_by_name"])
-def test_an_option_is_known_or_refused(base, tmp_path):
-    """Every value of every option in turn is one that no producer writes."""
+def test_unknown_option_values_are_refused(base, tmp_path):
+    """Every option in turn gets values that no producer writes."""
     tensors, config = FAMILIES[base]()
     write(tmp_path, tensors, config)
-    quiet = []
+    accepted = []
     for at in options(config):
         if free(config["quant_method"], base, at):
             continue
         for garbage in GARBAGE[: 3 if at[-1] in NAMES else None]:
-            put(tmp_path / "config.json", json.dumps({"quantization_config": with_option(config, at, garbage)}).encode())
+            replace_file(tmp_path / "config.json", json.dumps({"quantization_config": with_option(config, at, garbage)}).encode())
             with contextlib.suppress(CheckpointError):
                 read(tmp_path)
-                quiet.append((at, garbage))
-    assert not [(at, value) for at, value in quiet if (at, value) != (("activation_scale_ub",), 2.5)]  # which is a number
+                accepted.append((at, garbage))
+    assert not [(at, value) for at, value in accepted if (at, value) != (("activation_scale_ub",), 2.5)]  # a valid number
 
 
 @must(17)
@@ -140,7 +140,7 @@ def test_an_option_is_known_or_refused(base, tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_values_that_were_once_ignored(base, at, value, tmp_path):
+def test_unknown_option_values_are_named(base, at, value, tmp_path):
     tensors, config = FAMILIES[base]()
     error = refused(tmp_path, tensors, with_option(config, at, value))
     assert str(at[-1]) in str(error) or str(value) in str(error)
@@ -156,7 +156,7 @@ def test_values_that_were_once_ignored(base, at, value, tmp_path):
      ("variant_ao_mx", "elem_dtype", "mystery")],
     ids=str,
 )  # fmt: skip
-def test_values_in_a_description_of_torchao(base, option, value, tmp_path):
+def test_unknown_values_in_a_torchao_description(base, option, value, tmp_path):
     tensors, config = FAMILIES[base]()
     kind, data = (json.loads(tensors["__metadata__"][f"{LAYER}.weight"])[key] for key in ("_type", "_data"))
     text = json.dumps({"_type": kind, "_data": data | {option: value}})
@@ -167,7 +167,7 @@ def test_values_in_a_description_of_torchao(base, option, value, tmp_path):
 @must(18)
 @pytest.mark.parametrize("change", [{"checkpoint_format": "gptq_v2"}, {"sym": True}], ids=str)
 def test_two_configs_that_contradict_each_other(change, tmp_path):
-    """Nothing in the tensors would tell: zero points would be off by one, or gone."""
+    """No tensor tells: zero points would be off by one, or ignored."""
     tensors, config = FAMILIES["gptq"]()
     write(tmp_path, tensors, config)
     (tmp_path / "quantize_config.json").write_text(json.dumps(config))
@@ -222,10 +222,6 @@ def test_tensors_of_another_dtype_or_shape(base, suffixes, tmp_path):
             assert error.tensor and error.tensor.startswith(LAYER), (suffix, error)
 
 
-# What a layer may lack; without anything else it is not there, or not this layer.
-MAY_LACK = ("bias", "g_idx", "weight_g_idx", "quant_scale", "quant_zero", "input_scale_2")
-
-
 @must(20)
 @pytest.mark.parametrize("base", FAMILIES)
 def test_no_layer_goes_missing(base, tmp_path):
@@ -242,10 +238,10 @@ def test_no_layer_goes_missing(base, tmp_path):
 
 @must(20)
 @pytest.mark.parametrize("base", [b for b in FAMILIES if b not in ("bnb_as_bfloat16", "gpt_oss")])
-def test_codes_without_a_config_are_no_weights(base, tmp_path):
+def test_codes_without_a_config_are_refused(base, tmp_path):
     tensors, _ = FAMILIES[base]()
     if not any(name.endswith((".qweight", ".weight_packed", ".W_q", "_qdata", ".weight")) for name in tensors):
-        pytest.skip("its codes have names of their own")
+        pytest.skip("its codes have other names")
     refused(tmp_path, tensors, None, "does not account for")
 
 
@@ -262,7 +258,7 @@ def test_codes_without_a_config_are_no_weights(base, tmp_path):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )  # fmt: skip
-def test_numbers_out_of_the_range_of_their_scheme(base, suffix, change, tmp_path):
+def test_values_out_of_range_are_refused(base, suffix, change, tmp_path):
     value = change(FAMILIES[base]()[0][f"{LAYER}.{suffix}"].clone())
     assert refused(tmp_path, *changed(base, suffix, value)).tensor == f"{LAYER}.{suffix}"
 
@@ -271,7 +267,7 @@ def test_numbers_out_of_the_range_of_their_scheme(base, suffix, change, tmp_path
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
 @pytest.mark.parametrize("base", FAMILIES)
 def test_scales_are_finite(base, value, tmp_path):
-    """And biases, offsets, scales of inputs. The rest of a family's floats are codes."""
+    """And biases, offsets and activation scales. All other floats of a base are codes."""
     tensors, config = FAMILIES[base]()
     codes = ("weight", "weight_packed", "W_q", "_weight_qdata", "qweight")
     for name, tensor in tensors.items():
@@ -302,13 +298,13 @@ def test_the_nan_of_e8m0_reaches_the_weight(tmp_path):
 
 @must(22)
 @pytest.mark.parametrize("value", [0.0, -0.5])
-def test_scales_of_zero_and_below_are_data(value, tmp_path):
+def test_zero_and_negative_scales_are_valid(value, tmp_path):
     write(tmp_path, *changed("gptq", "scales", torch.full((2, 32), value).half()))
     assert outcome(tmp_path) is None
 
 
 @must(23)
-def test_what_was_left_alone_stays_dense_and_a_contradiction_is_told(tmp_path):
+def test_ignored_modules_stay_dense_and_a_contradiction_is_a_warning(tmp_path):
     tensors, config = FAMILIES["packed"]()
     plain = {"lm_head.weight": torch.randn(8, 64).half(), "model.norm.weight": torch.ones(64)}
     checkpoint = bitline.open_checkpoint(write(tmp_path, tensors | plain, config))
@@ -319,7 +315,7 @@ def test_what_was_left_alone_stays_dense_and_a_contradiction_is_told(tmp_path):
                       ("modelopt_nvfp4", "ignore"), ("quark4", "exclude")):  # fmt: skip
         tensors, config = FAMILIES[base]()
         (record,) = bitline.open_checkpoint(write(tmp_path, tensors, config | {key: [LAYER]})).layers()
-        assert record.weight() and any("not quantized" in oddity or "ignore" in oddity for oddity in record.oddities), base
+        assert record.weight() and any("not quantized" in warning or "ignore" in warning for warning in record.oddities), base
 
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
@@ -332,7 +328,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any] | None, ActSpec | None]] = {
     "int8 dynamic": ("int4", None, ActSpec(int8, True, "token")),
     "int8 dynamic asymmetric": ("int4", {"symmetric": False}, ActSpec(int8, True, "token", symmetric=False)),
     "fp8 groups": ("fp8_block", None, ActSpec(float8_e4m3fn, True, "group", 32)),
-    "fp8 powers of two": ("fp8_exponents", None, ActSpec(float8_e4m3fn, True, "group", 32, scale="e8m0")),
+    "fp8 ue8m0": ("fp8_exponents", None, ActSpec(float8_e4m3fn, True, "group", 32, scale="e8m0")),
     "nvfp4": ("nvfp4", None, ActSpec(float4_e2m1, True, "group", 16, scale="e4m3")),
     "modelopt": ("modelopt_fp8", None, ActSpec(float8_e4m3fn, False, "tensor")),
     "quark": ("quark_int8", None, ActSpec(int8, False, "tensor")),
@@ -341,7 +337,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any] | None, ActSpec | None]] = {
 
 @must(24)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_the_scheme_of_inputs_is_in_the_spec(name, tmp_path):
+def test_activation_quantization_is_in_the_spec(name, tmp_path):
     base, change, act = SCHEMES[name]
     tensors, config = FAMILIES[base]()
     if change:
@@ -359,7 +355,7 @@ def test_the_scheme_of_inputs_is_in_the_spec(name, tmp_path):
      {"num_bits": 3, "type": "int", "strategy": "token", "dynamic": True}, {"num_bits": 8, "strategy": "channel"}],
     ids=str,
 )  # fmt: skip
-def test_a_scheme_of_inputs_that_there_is_no_word_for(acts, tmp_path):
+def test_activations_that_an_actspec_cannot_express_are_refused(acts, tmp_path):
     tensors, _ = FAMILIES["int8"]()
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     refused(tmp_path, tensors, group(weights, acts, format="int-quantized"), "not supported")
@@ -382,7 +378,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @must(25)
 @pytest.mark.parametrize("base", FAMILIES)
-def test_a_layer_is_the_same_however_it_is_spread_over_files(base, tmp_path):
+def test_a_layer_is_independent_of_sharding_and_order(base, tmp_path):
     tensors, config = FAMILIES[base]()
     whole = read(write(tmp_path, tensors, config))
     (tmp_path / "model.safetensors").unlink()
@@ -393,29 +389,29 @@ def test_a_layer_is_the_same_however_it_is_spread_over_files(base, tmp_path):
         (tmp_path / file).write_bytes(safetensors_bytes({name: tensors[name] for name in part} | metadata))
     assert same(read(tmp_path), whole)
     weight_map = {name: file for file, part in files.items() for name in part}
-    put(tmp_path / "model.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())
+    replace_file(tmp_path / "model.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())
     assert same(read(tmp_path), whole)
 
 
 @must(26)
 @pytest.mark.parametrize("base", FAMILIES)
-def test_the_parts_of_a_weight_are_the_whole(base, tmp_path):
+def test_shards_concatenate_to_the_whole(base, tmp_path):
     for weight in read(write(tmp_path, *FAMILIES[base]())).values():
         whole = weight.dequantize()
         for dim in (0, 1):
             for world in (2, 3):
-                parts = [weight.shard(dim, rank, world).dequantize() for rank in range(world)]
-                assert torch.equal(_bytes(torch.cat(parts, dim)), _bytes(whole))
+                shards = [weight.shard(dim, rank, world).dequantize() for rank in range(world)]
+                assert torch.equal(_bytes(torch.cat(shards, dim)), _bytes(whole))
 
 
 @must(26)
 @pytest.mark.parametrize("kind", bases_gguf.TYPES)
-def test_the_parts_of_a_weight_of_every_ggml_type(kind, tmp_path):
-    put(tmp_path / "model.gguf", bases_gguf.file(kind)[0])
+def test_shards_of_every_ggml_type(kind, tmp_path):
+    replace_file(tmp_path / "model.gguf", bases_gguf.file(kind)[0])
     ((_, weight),) = read(tmp_path).items()
     for dim, world in ((0, 4), (1, 3)):
-        parts = [weight.shard(dim, rank, world).dequantize() for rank in range(world)]
-        assert torch.equal(torch.cat(parts, dim), weight.dequantize())
+        shards = [weight.shard(dim, rank, world).dequantize() for rank in range(world)]
+        assert torch.equal(torch.cat(shards, dim), weight.dequantize())
 
 
 @must(27)
@@ -425,7 +421,7 @@ def test_reading_gives_the_same_bits_each_time(base, tmp_path, monkeypatch):
     if base in FAMILIES:
         write(tmp_path, *FAMILIES[base]())
     else:
-        put(tmp_path / "model.gguf", bases_gguf.file(base)[0])
+        replace_file(tmp_path / "model.gguf", bases_gguf.file(base)[0])
     first, threads = read(tmp_path), torch.get_num_threads()
     assert same(read(tmp_path), first)
     try:
@@ -435,13 +431,13 @@ def test_reading_gives_the_same_bits_each_time(base, tmp_path, monkeypatch):
         torch.set_num_threads(threads)
     native.core()
     monkeypatch.setattr(native, "_core", None)
-    monkeypatch.setattr(native, "_reason", "hidden by a test")
+    monkeypatch.setattr(native, "_reason", "disabled by a test")
     assert native.core() is None and same(read(tmp_path), first)
 
 
 @must(28)
 @pytest.mark.parametrize("case", sorted(path.parent.name for path in FIXTURES.glob("*/expected.safetensors")))
-def test_the_producers_weights_to_the_bit(case):
+def test_producers_weights_bit_for_bit(case):
     weights, expected = read(FIXTURES / case), load_file(FIXTURES / case / "expected.safetensors")
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name].dequantize(tensor.dtype), tensor) for name, tensor in expected.items())
@@ -468,7 +464,7 @@ def test_scales_keep_their_bits(base, suffix, tmp_path):
     [("gptq", "lora_A", "lora_A"), ("packed", "weight_scale_2", "weight_scale_2"), ("fp8_per_row", "input_scale", "input_scale"),
      ("variant_ao_nvfp4", "_weight_act_pre_scale", "_weight_act_pre_scale"), ("bnb8", "smooth_scale", "smooth_scale")],
 )  # fmt: skip
-def test_a_tensor_beside_a_layer_that_is_not_used_is_told(base, suffix, says, tmp_path):
+def test_unused_tensors_of_a_module_are_a_warning(base, suffix, says, tmp_path):
     tensors, config = FAMILIES[base]()
     (before,) = bitline.open_checkpoint(write(tmp_path, tensors, config)).layers()
     (record,) = bitline.open_checkpoint(write(tmp_path, *changed(base, suffix, torch.ones(1)))).layers()
@@ -491,7 +487,7 @@ def test_a_tensor_beside_a_layer_that_is_not_used_is_told(base, suffix, says, tm
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )  # fmt: skip
-def test_what_a_linear_layer_cannot_hold_is_refused(base, change, more, tmp_path):
+def test_unsupported_transforms_are_refused(base, change, more, tmp_path):
     tensors, config = copy.deepcopy(FAMILIES[base]())
     tensors |= {name if name.startswith("__") else f"{LAYER}.{name}": value for name, value in more.items()}
     refused(tmp_path, tensors, config | change)

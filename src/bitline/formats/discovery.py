@@ -38,7 +38,7 @@ def readers(method: str = "") -> Iterator[Reader]:
     yield from registered
     wanted = method.replace("-", "_")
     for name in sorted(_modules(tuple(formats.__path__)), key=lambda name: (wanted not in name.split("."), name)):
-        reader = getattr(importlib.import_module(name), "READER", None)
+        reader = getattr(importlib.import_module(f"bitline.formats.{name}"), "READER", None)
         if reader is not None:
             yield reader
     for point in entry_points(group=ENTRY_POINTS):
@@ -50,9 +50,10 @@ def readers(method: str = "") -> Iterator[Reader]:
 
 @functools.cache
 def _modules(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The modules under bitline.formats, which may have a reader."""
-    found = pkgutil.walk_packages(path, f"{formats.__name__}.")
-    return tuple(module.name for module in found if not module.ispkg)
+    """Names under bitline.formats of the modules that may have a reader."""
+    prefix = f"{formats.__name__}."
+    found = pkgutil.walk_packages(path, prefix)
+    return tuple(module.name.removeprefix(prefix) for module in found if not module.ispkg)
 
 
 def _instance(reader: Any) -> Reader:
