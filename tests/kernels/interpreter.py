@@ -12,14 +12,19 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
 
-def run_interpreted(file):
-    """Run a test file's `needs_interpreter` tests, once, from the process that has no interpreter."""
+# What a file's tests in the interpreter are run by: those that `make test` samples, and the rest.
+tiers = pytest.mark.parametrize(
+    "tier", [pytest.param("not exhaustive", id="sample"), pytest.param("exhaustive", id="rest", marks=pytest.mark.exhaustive)]
+)
+
+
+def run_interpreted(file, tier):
+    """Run a test file's `needs_interpreter` tests of a tier, once, from the process that has no interpreter."""
     if INTERPRETED:
         pytest.skip("this is the interpreted process")
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file], env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", tier, file]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -76,19 +76,19 @@ def packages(monkeypatch):
             function.cache_clear()
 
 
-@pytest.mark.parametrize("name", thinned(FORMATS, 3))
+@pytest.mark.parametrize("name", thinned(FORMATS, 6))
 def test_every_kernel_of_this_machine(name):
     accepted = check_grid(name, OURS)
     assert accepted["ReferenceLinearKernel"] == accepted["BatchInvariantLinearKernel"] == max(accepted.values()) > 150
 
 
-@pytest.mark.parametrize("name", thinned(FORMATS, 3, start=1))
+@pytest.mark.parametrize("name", thinned(FORMATS, 6, start=3))
 def test_every_adapter(name, packages):
     check_grid(name, ADAPTERS.items())
 
 
-# Every `parts`-th format from `part` on: three formats, and the whole grid in four processes.
-INTERPRETED = [(1, 12), *(pytest.param((part, 4), marks=pytest.mark.exhaustive) for part in range(4))]
+# Every `parts`-th format from `part` on: one format, and the whole grid in four processes.
+INTERPRETED = [(1, 35), *(pytest.param((part, 4), marks=pytest.mark.exhaustive) for part in range(4))]
 
 
 @pytest.mark.parametrize("part_of", INTERPRETED, ids=lambda pair: f"{pair[0]} of {pair[1]}")
@@ -97,7 +97,7 @@ def test_every_triton_kernel_interpreted(part_of):
     command = [sys.executable, Path(__file__).with_name("interpreted_grid.py"), *map(str, part_of)]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 20
+    assert int(done.stdout) > 5
 
 
 def test_no_kernel_is_missing_from_the_grid():

@@ -64,6 +64,7 @@ def packs_integers(kernel, weight):
     assert any(torch.equal(count(t), count(expected)) for t in packed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted process")
 def test_triton_kernels_under_the_interpreter():
     pytest.importorskip("triton")

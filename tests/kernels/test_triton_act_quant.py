@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreter import needs_interpreter, run_interpreted
+from interpreter import needs_interpreter, run_interpreted, tiers
 
 from bitline import types
 from bitline.act_quant import fake_quantize, quantize_input
 from bitline.kernels.triton import act_quant
 from bitline.types import ActSpec
+from thinning import thinned
 
 pytest.importorskip("triton")
 E4M3 = types.float8_e4m3fn
@@ -43,11 +44,12 @@ def backend(request, monkeypatch):
     return request.param
 
 
-def test_under_the_interpreter():
-    run_interpreted(__file__)
+@tiers
+def test_under_the_interpreter(tier):
+    run_interpreted(__file__, tier)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16, torch.float32], 3))
 @pytest.mark.parametrize("act", PER_TOKEN, ids=str)
 def test_per_token_and_tensor(backend, act, dtype):
     x = _x(dtype)
@@ -65,7 +67,7 @@ def test_per_token_and_tensor(backend, act, dtype):
 
 
 @pytest.mark.parametrize("m_major", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16], 2))
 @pytest.mark.parametrize("act", PER_GROUP, ids=str)
 def test_per_group(backend, act, dtype, m_major, monkeypatch):
     x = _x(dtype)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interpreter import needs_interpreter, run_interpreted
+from interpreter import needs_interpreter, run_interpreted, tiers
 
 import bitline
 from bitline import Platform, types
@@ -12,6 +12,7 @@ from bitline.kernels.triton_fake_quant import fake_quant_config, fake_quantize_f
 from bitline.select import Policy
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
+from thinning import thinned
 
 pytest.importorskip("triton")
 
@@ -44,18 +45,19 @@ SCHEMES = [
 ]  # fmt: skip
 
 
-def test_under_the_interpreter():
-    run_interpreted(__file__)
+@tiers
+def test_under_the_interpreter(tier):
+    run_interpreted(__file__, tier)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.scheme)
+@pytest.mark.parametrize("spec", thinned(SPECS, 3), ids=lambda s: s.scheme)
 def test_conformance(spec):
     assert check_kernel(Kernel, [spec], Platform.detect("cpu")).passed
 
 
 @needs_interpreter
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16, torch.float32], 3))
 @pytest.mark.parametrize("act", SCHEMES, ids=str)
 def test_fake_quantization_is_bit_exact(act, dtype):
     """Magnitudes from the smallest to the largest, ties between two codes, zeros; with and without a given scale."""

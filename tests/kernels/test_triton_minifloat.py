@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from interpreter import INTERPRETED, apply, needs_interpreter, run_interpreted
+from interpreter import INTERPRETED, apply, needs_interpreter, run_interpreted, tiers
 
 from bitline import Platform, QuantizedWeight, bitstream, types
 from bitline.kernels.aliases import marlin
@@ -17,6 +17,7 @@ from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
 from bitline.types import LinearSpec
+from thinning import thinned
 
 pytest.importorskip("triton")
 
@@ -57,18 +58,21 @@ def _apply(*arguments):
     return apply(Kernel, *arguments)
 
 
-def test_under_the_interpreter():
-    run_interpreted(__file__)
+@tiers
+def test_under_the_interpreter(tier):
+    run_interpreted(__file__, tier)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("spec", [MX4, NV4, NV4.replace(act_dtype=torch.float16, bias=True), BLOCKS], ids=lambda s: s.scheme)
+@pytest.mark.parametrize(
+    "spec", thinned([MX4, NV4, NV4.replace(act_dtype=torch.float16, bias=True), BLOCKS], 2), ids=lambda s: s.scheme
+)
 def test_conformance(spec):
     check_kernel(Kernel, [spec], Platform.detect("cpu"))
 
 
 @needs_interpreter
-@pytest.mark.parametrize("spec", MORE, ids=lambda s: s.key)
+@pytest.mark.parametrize("spec", thinned(MORE, 3), ids=lambda s: s.key)
 def test_every_kind_of_scale_and_order(spec):
     weight, exact = random_weight(spec, 7), lossless_weight(spec, 8)
     for has_bf16x2 in (False, True):
@@ -78,8 +82,8 @@ def test_every_kind_of_scale_and_order(spec):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", TYPES, ids=lambda k: k.name)
+@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16, torch.float32], 3))
+@pytest.mark.parametrize("kind", thinned(TYPES, 2), ids=lambda k: k.name)
 def test_every_code_in_every_position(kind, dtype):
     """Row i holds code i alone, in a column of its own, so that every code and every field of a word is dequantized exactly."""
     n, k = 1 << kind.bits, 272
@@ -104,7 +108,7 @@ def test_every_code_in_every_position(kind, dtype):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16], 2))
 def test_e8m0_scales_of_any_size(dtype):
     """Each row has scales of its own magnitude, from the smallest to the largest; one has E8M0's NaN, and only that is NaN."""
     spec = MX4.replace(n=250, k=64, act_dtype=dtype)

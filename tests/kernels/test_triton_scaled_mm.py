@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from interpreter import needs_interpreter, run_interpreted
+from interpreter import needs_interpreter, run_interpreted, tiers
 
 import bitline
 from bitline import Platform, types
 from bitline.kernels.triton.scaled_mm import TritonFp8BlockScaledMMKernel, TritonInt8ScaledMMLinearKernel, _scale_interval
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
+from thinning import thinned
 
 pytest.importorskip("triton")
 
@@ -35,18 +36,19 @@ FP8_SPECS = [
 ]
 
 
-def test_under_the_interpreter():
-    run_interpreted(__file__)
+@tiers
+def test_under_the_interpreter(tier):
+    run_interpreted(__file__, tier)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("spec", INT8_SPECS, ids=lambda s: s.scheme)
+@pytest.mark.parametrize("spec", thinned(INT8_SPECS, 3), ids=lambda s: s.scheme)
 def test_int8(spec):
     assert check_kernel(TritonInt8ScaledMMLinearKernel, [spec], Platform.detect("cpu")).passed
 
 
 @needs_interpreter
-@pytest.mark.parametrize("spec", FP8_SPECS, ids=lambda s: s.scheme)
+@pytest.mark.parametrize("spec", thinned(FP8_SPECS, 2), ids=lambda s: s.scheme)
 def test_fp8_blocks(spec):
     assert check_kernel(TritonFp8BlockScaledMMKernel, [spec], Platform.detect("cpu")).passed
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interpreter import INTERPRETED, apply, needs_interpreter, run_interpreted
+from interpreter import INTERPRETED, apply, needs_interpreter, run_interpreted, tiers
 
 from bitline import Platform, QuantizedWeight, bitstream, types
 from bitline.kernels.triton.layout import layout_of
@@ -10,6 +10,7 @@ from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
 from bitline.types import LinearSpec
+from thinning import thinned
 
 pytest.importorskip("triton")
 
@@ -42,25 +43,26 @@ def _apply(*arguments):
     return apply(Kernel, *arguments)
 
 
-def test_under_the_interpreter():
-    run_interpreted(__file__)
+@tiers
+def test_under_the_interpreter(tier):
+    run_interpreted(__file__, tier)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.scheme)
+@pytest.mark.parametrize("spec", thinned(SPECS, 3), ids=lambda s: s.scheme)
 def test_conformance(spec):
     check_kernel(Kernel, [spec], Platform.detect("cpu"))
 
 
 @needs_interpreter
-@pytest.mark.parametrize("group", [16, 32, 48, 64, 80, 128, 160, 256, 272])
+@pytest.mark.parametrize("group", thinned([16, 32, 48, 64, 80, 128, 160, 256, 272], 4))
 def test_every_group_size(group):
     weight = random_weight(BASE.replace(weight=types.uint4, zero="int", block=(1, group)))
     check(_apply(weight, x := inputs(3, weight.spec)), x, weight)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("width", thinned(range(1, 9), 3))
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
 def test_every_width_by_both_paths(width, zero):
     spec = BASE.replace(weight=types.unsigned(width, symmetric=zero == "none"), zero=zero, n=17, k=300, bias=True)
@@ -71,7 +73,7 @@ def test_every_width_by_both_paths(width, zero):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16, torch.float32], 3))
 @pytest.mark.parametrize(
     "kind", [*map(types.SCALAR_TYPES.get, ("uint1", "uint3b4", "uint5", "uint6", "uint7b64", "int4")), *TABLES]
 )
