@@ -51,7 +51,7 @@ def read(path: Path, *, weights: bool) -> bool:
             assert str(record.spec) and record.name and set(record.tensors) <= set(checkpoint.source.tensors)
         read = {record.name: record.weight() for record in records} if weights else {}
     except CheckpointError as error:
-        check_error(error, path, place=False)
+        check_error(error, path, located=False)
         return False
     if weights:
         assert all(read[record.name].spec == record.spec for record in records)

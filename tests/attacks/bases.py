@@ -20,7 +20,7 @@ from bitline.types import nf4
 LAYER = "model.layers.0.mlp.up_proj"
 N, K, GROUP = (int(size) for size in os.environ.get("BITLINE_TEST_SHAPE", "32,64,32").split(","))  # larger ones to measure
 G = K // GROUP
-_PADDED = -(-G // 8) * 8 + 24  # groups with padding
+_PADDED = -(-G // 8) * 8 + 24  # groups per row, padded
 
 DTYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32", torch.int64: "I64", torch.int8: "I8",
@@ -33,7 +33,7 @@ DTYPES = {
 
 
 def safetensors_bytes(tensors: dict[str, Any], header: Callable[[dict[str, Any]], Any] | None = None) -> bytes:
-    """A safetensors file. header: edits the header's object in place, or returns the bytes to put in its place.
+    """A safetensors file. header: edits the header's object in place, or returns the bytes that replace it.
 
     "__metadata__" among the tensors is not a tensor but the header's own metadata.
     """
@@ -59,7 +59,7 @@ def safetensors_bytes(tensors: dict[str, Any], header: Callable[[dict[str, Any]]
 def write(
     folder: Path, tensors: dict[str, torch.Tensor], quantization: Any = None, *, header: Any = None, config: Any = None
 ) -> Path:
-    """A folder with config.json and model.safetensors. config: bytes or an object in place of the usual config."""
+    """A folder with config.json and model.safetensors. config: bytes or an object that replaces the usual config."""
     usual = {"model_type": "llama"} | ({} if quantization is None else {"quantization_config": quantization})
     config = usual if config is None else config
     (folder / "config.json").write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
@@ -67,11 +67,11 @@ def write(
     return folder
 
 
-def _words(*shape: int) -> torch.Tensor:
+def random_int32(*shape: int) -> torch.Tensor:
     return torch.randint(-(1 << 31), (1 << 31) - 1, shape, generator=torch.Generator().manual_seed(7)).int()
 
 
-def _scales(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+def random_scales(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return (torch.rand(shape, generator=torch.Generator().manual_seed(8)) * 0.01 + 0.001).to(dtype)
 
 
@@ -81,8 +81,8 @@ def named(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def gptq() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {
-        "qweight": _words(K // 8, N), "qzeros": _words(K // GROUP, N // 8), "scales": _scales(K // GROUP, N),
-        "g_idx": (torch.arange(K) // GROUP).int(), "bias": _scales(N),
+        "qweight": random_int32(K // 8, N), "qzeros": random_int32(K // GROUP, N // 8), "scales": random_scales(K // GROUP, N),
+        "g_idx": (torch.arange(K) // GROUP).int(), "bias": random_scales(N),
     }  # fmt: skip
     config = {
         "quant_method": "gptq",
@@ -96,7 +96,11 @@ def gptq() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def awq() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    tensors = {"qweight": _words(K, N // 8), "qzeros": _words(K // GROUP, N // 8), "scales": _scales(K // GROUP, N)}
+    tensors = {
+        "qweight": random_int32(K, N // 8),
+        "qzeros": random_int32(K // GROUP, N // 8),
+        "scales": random_scales(K // GROUP, N),
+    }
     return named(tensors), {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 
 
@@ -107,8 +111,8 @@ def group(weights: dict[str, Any], acts: dict[str, Any] | None = None, **more: A
 
 def packed() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {
-        "weight_packed": _words(N, K // 8), "weight_scale": _scales(N, K // GROUP),
-        "weight_zero_point": _words(N // 8, K // GROUP), "weight_shape": torch.tensor([N, K]),
+        "weight_packed": random_int32(N, K // 8), "weight_scale": random_scales(N, K // GROUP),
+        "weight_zero_point": random_int32(N // 8, K // GROUP), "weight_shape": torch.tensor([N, K]),
         "weight_g_idx": (torch.arange(K) // GROUP).int(),
     }  # fmt: skip
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP}
@@ -117,7 +121,7 @@ def packed() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def int8() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {
-        "weight": _words(N, K).to(torch.int8), "weight_scale": _scales(N, 1), "input_scale": _scales(1),
+        "weight": random_int32(N, K).to(torch.int8), "weight_scale": random_scales(N, 1), "input_scale": random_scales(1),
         "input_zero_point": torch.tensor([3], dtype=torch.int8),
     }  # fmt: skip
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
@@ -127,8 +131,8 @@ def int8() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def fp8() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {
-        "weight": _scales(N, K).to(torch.float8_e4m3fn), "weight_scale": _scales(1, dtype=torch.float32),
-        "input_scale": _scales(1, dtype=torch.float32),
+        "weight": random_scales(N, K).to(torch.float8_e4m3fn), "weight_scale": random_scales(1, dtype=torch.float32),
+        "input_scale": random_scales(1, dtype=torch.float32),
     }  # fmt: skip
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
     return named(tensors), group(args, args, format="float-quantized")
@@ -136,7 +140,8 @@ def fp8() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def nvfp4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {
-        "weight_packed": _words(N, K // 2).to(torch.uint8), "weight_scale": _scales(N, K // 16).to(torch.float8_e4m3fn),
+        "weight_packed": random_int32(N, K // 2).to(torch.uint8),
+        "weight_scale": random_scales(N, K // 16).to(torch.float8_e4m3fn),
         "weight_global_scale": torch.tensor([123.0]), "input_global_scale": torch.tensor([45.0]),
     }  # fmt: skip
     args = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
@@ -145,7 +150,7 @@ def nvfp4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def mxfp4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {
-        "weight_packed": _words(N, K // 2).to(torch.uint8),
+        "weight_packed": random_int32(N, K // 2).to(torch.uint8),
         "weight_scale": torch.full((N, K // 32), 120, dtype=torch.uint8),
     }
     args = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -164,10 +169,10 @@ def bnb4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [N, K], "nested_blocksize": 256,
              "nested_dtype": "float32", "nested_offset": 0.01}  # fmt: skip
     tensors = {
-        "weight": _words(N * K // 2, 1).to(torch.uint8), "weight.absmax": _words(N * K // 64).to(torch.uint8),
+        "weight": random_int32(N * K // 2, 1).to(torch.uint8), "weight.absmax": random_int32(N * K // 64).to(torch.uint8),
         "weight.quant_map": torch.tensor(nf4.values()),
-        "weight.nested_absmax": _scales(-(-N * K // (64 * 256)), dtype=torch.float32),
-        "weight.nested_quant_map": _scales(256, dtype=torch.float32),
+        "weight.nested_absmax": random_scales(-(-N * K // (64 * 256)), dtype=torch.float32),
+        "weight.nested_quant_map": random_scales(256, dtype=torch.float32),
         "weight.quant_state.bitsandbytes__nf4": json_tensor(state),
     }  # fmt: skip
     return named(tensors), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -180,28 +185,29 @@ def json_tensor(value: Any) -> torch.Tensor:
 
 def bnb8() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {
-        "weight": _words(N, K).to(torch.int8), "SCB": _scales(N, dtype=torch.float32),
-        "weight_format": torch.tensor(0, dtype=torch.uint8), "bias": _scales(N),
+        "weight": random_int32(N, K).to(torch.int8), "SCB": random_scales(N, dtype=torch.float32),
+        "weight_format": torch.tensor(0, dtype=torch.uint8), "bias": random_scales(N),
     }  # fmt: skip
     return named(tensors), {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
 def gemv() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    scales = torch.nn.functional.pad(_scales(N, G), (0, _PADDED - G))
-    return named({"qweight": _words(N, K // 8), "qzeros": _words(N, _PADDED // 8), "scales": scales}), awq()[1] | {
+    scales = torch.nn.functional.pad(random_scales(N, G), (0, _PADDED - G))
+    return named({"qweight": random_int32(N, K // 8), "qzeros": random_int32(N, _PADDED // 8), "scales": scales}), awq()[1] | {
         "version": "gemv"
     }
 
 
 def gemv_fast() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    scales = torch.nn.functional.pad(_scales(N, G), (0, _PADDED - G)).t().contiguous()
-    tensors = {"qweight": _words(N // 4, K).to(torch.int16), "qzeros": scales * -8, "scales": scales}
+    scales = torch.nn.functional.pad(random_scales(N, G), (0, _PADDED - G)).t().contiguous()
+    tensors = {"qweight": random_int32(N // 4, K).to(torch.int16), "qzeros": scales * -8, "scales": scales}
     return named(tensors), awq()[1] | {"version": "gemv_fast"}
 
 
 def quark4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {
-        "weight": _words(K, N // 8), "weight_scale": _scales(K // GROUP, N), "weight_zero_point": _words(K // GROUP, N // 8),
+        "weight": random_int32(K, N // 8), "weight_scale": random_scales(K // GROUP, N),
+        "weight_zero_point": random_int32(K // GROUP, N // 8),
     }  # fmt: skip
     spec = {"dtype": "uint4", "qscheme": "per_group", "group_size": GROUP, "ch_axis": -1, "symmetric": False}
     layer = {"weight": spec, "input_tensors": None, "output_tensors": None, "bias": None}
@@ -213,7 +219,7 @@ def quark4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def quark_nvfp4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {
-        "weight": _words(N, K // 2).to(torch.uint8), "weight_scale": _scales(N, K // 16).to(torch.float8_e4m3fn),
+        "weight": random_int32(N, K // 2).to(torch.uint8), "weight_scale": random_scales(N, K // 16).to(torch.float8_e4m3fn),
         "weight_scale_2": torch.tensor(0.01), "input_scale_2": torch.tensor(0.02),
     }  # fmt: skip
     spec = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "ch_axis": -1, "is_dynamic": False}
@@ -225,7 +231,8 @@ def quark_nvfp4() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def hqq() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     groups = N * K // GROUP
     tensors = {
-        "W_q": _words(groups // 2, GROUP).to(torch.uint8), "scale": _scales(groups, 1), "zero": _scales(groups, 1) * 900,
+        "W_q": random_int32(groups // 2, GROUP).to(torch.uint8), "scale": random_scales(groups, 1),
+        "zero": random_scales(groups, 1) * 900,
         "shape": torch.tensor([N, K]), "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
         "group_size": torch.tensor(GROUP, dtype=torch.int32), "axis": torch.tensor(1, dtype=torch.int32),
         "quant_scale": torch.tensor(0, dtype=torch.uint8),
@@ -233,16 +240,16 @@ def hqq() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return named(tensors), {"quant_method": "hqq", "quant_config": {}}
 
 
-def described(data: Any = None, kind: str = "IntxUnpackedToInt8Tensor") -> dict[str, str]:
-    """A file's metadata with torchao's description of the layer."""
+def torchao_metadata(data: Any = None, kind: str = "IntxUnpackedToInt8Tensor") -> dict[str, str]:
+    """torchao's description of the layer, for the metadata of a safetensors file."""
     usual = {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}, "block_size": [1, GROUP], "activation_quantization": None}
     return {f"{LAYER}.weight": json.dumps({"_type": kind, "_data": usual if data is None else usual | data})}
 
 
 def torchao() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {
-        "_weight_qdata": (_words(N, K) % 8).to(torch.int8), "_weight_scale": _scales(N, K // GROUP),
-        "_weight_zero_point": (_words(N, K // GROUP) % 8).to(torch.int8),
+        "_weight_qdata": (random_int32(N, K) % 8).to(torch.int8), "_weight_scale": random_scales(N, K // GROUP),
+        "_weight_zero_point": (random_int32(N, K // GROUP) % 8).to(torch.int8),
     }  # fmt: skip
     return named(tensors), {"quant_method": "torchao"}
 
@@ -313,7 +320,7 @@ PAIRS = [
 
 
 def with_pair(key: str, kind: int, value: Any) -> list[bytes]:
-    """The usual metadata with one entry put in another's place, or added."""
+    """The usual metadata with one entry replaced or added."""
     return [p for p in PAIRS if not p.startswith(text(key))] + [pair(key, kind, value)]
 
 

@@ -26,7 +26,6 @@ from bases import (
     TYPE_F32,
     U32,
     U64,
-    described,
     entry,
     fp8,
     gguf_bytes,
@@ -41,6 +40,7 @@ from bases import (
     safetensors_bytes,
     text,
     torchao,
+    torchao_metadata,
     with_pair,
     write,
 )  # fmt: skip
@@ -183,7 +183,7 @@ header("name-of-a-million-characters", "not printable", lambda h: h.update({"a" 
 # ---- special files -------------------------------------------------------------------------------------------------------
 
 
-def place(name: str, says: str, make: Callable[[Path], Any], entry_name: str = "model.safetensors", **facts: Any) -> None:
+def special_file(name: str, says: str, make: Callable[[Path], Any], entry_name: str = "model.safetensors", **facts: Any) -> None:
     """Something made by `make` at the path of a weights file, opened as the folder and by its own path."""
 
     def build(folder: Path, whole: bool) -> Path:
@@ -206,14 +206,14 @@ def _socket(path: Path) -> None:
 
 ANY = "no weights|neither a file|no such file|cannot|no file|too short"
 for suffix in ("safetensors", "gguf"):
-    place(f"pipe-{suffix}", ANY, os.mkfifo, f"model.{suffix}")
-    place(f"socket-{suffix}", ANY, _socket, f"model.{suffix}")
-    place(f"device-{suffix}", ANY, lambda p: p.symlink_to("/dev/zero"), f"model.{suffix}")
-    place(f"link-to-itself-{suffix}", ANY, lambda p: p.symlink_to(p.name), f"model.{suffix}")
-    place(f"link-to-nothing-{suffix}", ANY, lambda p: p.symlink_to("gone"), f"model.{suffix}")
-    place(f"folder-{suffix}", ANY, lambda p: p.mkdir(), f"model.{suffix}")
-place("pickle", "pickle is never loaded", lambda p: p.write_bytes(PICKLE), "pytorch_model.bin")
-place("checkpoint-file", "pickle is never loaded", lambda p: p.write_bytes(PICKLE), "model.ckpt")
+    special_file(f"pipe-{suffix}", ANY, os.mkfifo, f"model.{suffix}")
+    special_file(f"socket-{suffix}", ANY, _socket, f"model.{suffix}")
+    special_file(f"device-{suffix}", ANY, lambda p: p.symlink_to("/dev/zero"), f"model.{suffix}")
+    special_file(f"link-to-itself-{suffix}", ANY, lambda p: p.symlink_to(p.name), f"model.{suffix}")
+    special_file(f"link-to-nothing-{suffix}", ANY, lambda p: p.symlink_to("gone"), f"model.{suffix}")
+    special_file(f"folder-{suffix}", ANY, lambda p: p.mkdir(), f"model.{suffix}")
+special_file("pickle", "pickle is never loaded", lambda p: p.write_bytes(PICKLE), "pytorch_model.bin")
+special_file("checkpoint-file", "pickle is never loaded", lambda p: p.write_bytes(PICKLE), "model.ckpt")
 
 
 @attack("folder-empty", says="no weights")
@@ -266,22 +266,22 @@ def index(name: str, says: str, weight_map: Any = None, *, raw: bytes | None = N
     ATTACKS.append(Attack(f"index-{name}", build, says, **facts))
 
 
-GOOD = {"a": "one.safetensors", "b": "two.safetensors"}
-index("names-a-missing-shard", "missing", GOOD | {"c": "three.safetensors"})
+WEIGHT_MAP = {"a": "one.safetensors", "b": "two.safetensors"}
+index("names-a-missing-shard", "missing", WEIGHT_MAP | {"c": "three.safetensors"})
 for what, shard in {
-    "leaves-the-folder": "../one.safetensors", "leaves-it-in-the-middle": "x/../../one.safetensors", "absolute": "/etc/passwd",
+    "leaves-the-folder": "../one.safetensors", "leaves-it-in-a-subfolder": "x/../../one.safetensors", "absolute": "/etc/passwd",
     "backslash": "..\\one.safetensors", "nul": "one\0.safetensors", "empty": "", "dot": ".", "drive": "C:one.safetensors",
     "line-end": "one.safetensors\n",
 }.items():  # fmt: skip
-    index(f"shard-{what}", "outside the checkpoint's folder", GOOD | {"a": shard})
-index("shard-a-number", "outside the checkpoint's folder", GOOD | {"a": 1})
-index("shard-name-too-long", "cannot be read", GOOD | {"a": "s" * 5000}, file=None)
-index("shard-is-a-pipe", "missing", GOOD | {"c": "pipe"}, change=lambda f: os.mkfifo(f / "pipe"))
-index("shard-is-the-config", "not a safetensors file", GOOD | {"c": "config.json"}, file="config.json",
+    index(f"shard-{what}", "outside the checkpoint's folder", WEIGHT_MAP | {"a": shard})
+index("shard-a-number", "outside the checkpoint's folder", WEIGHT_MAP | {"a": 1})
+index("shard-name-too-long", "cannot be read", WEIGHT_MAP | {"a": "s" * 5000}, file=None)
+index("shard-is-a-pipe", "missing", WEIGHT_MAP | {"c": "pipe"}, change=lambda f: os.mkfifo(f / "pipe"))
+index("shard-is-the-config", "not a safetensors file", WEIGHT_MAP | {"c": "config.json"}, file="config.json",
       change=lambda f: (f / "config.json").write_text("{}" + " " * 50))  # fmt: skip
 index("shards-exchanged", "does not hold", {"a": "two.safetensors", "b": "one.safetensors"}, tensor="a")
-index("tensor-in-no-shard", "does not hold", GOOD | {"c": "one.safetensors"}, tensor="c")
-index("tensor-in-two-shards", "two files hold", GOOD, tensor="a", file="two.safetensors",
+index("tensor-in-no-shard", "does not hold", WEIGHT_MAP | {"c": "one.safetensors"}, tensor="c")
+index("tensor-in-two-shards", "two files hold", WEIGHT_MAP, tensor="a", file="two.safetensors",
       change=lambda f: (f / "two.safetensors").write_bytes(safetensors_bytes(TWO)))  # fmt: skip
 index("a-list", "not a JSON object", raw=b"[]")
 index("map-a-list", "no weight_map", ["a", "b"])
@@ -764,7 +764,7 @@ def ao(name: str, says: str, metadata: Any = None, *, tensors: Any = None, suffi
         data, settings = torchao()
         if tensors:
             tensors(data)
-        describe = described() if metadata is None else metadata
+        describe = torchao_metadata() if metadata is None else metadata
         return write(folder, data, settings, header=lambda h: h.update(__metadata__=describe))
 
     ATTACKS.append(Attack(f"torchao-{name}", build, says, f"{LAYER}.{suffix}" if suffix else None, **facts))
@@ -778,20 +778,20 @@ ao("metadata-not-json", "not valid JSON", {f"{LAYER}.weight": "{'a'}"})
 ao("metadata-nested-deeply", "not valid JSON", {f"{LAYER}.weight": "[" * 60_000})
 ao("metadata-a-list", "not a JSON object", {f"{LAYER}.weight": "[]"})
 ao("data-missing", "has no _data", {f"{LAYER}.weight": '{"_type": "Int8Tensor"}'})
-ao("kind-of-kernels", "not supported yet", described(kind="Int4TilePackedTo4dTensor"))
-ao("kind-code", "not supported yet", described(kind="__import__('os').system('touch owned')"))
-ao("kind-contradicts", "another dtype", described(kind="Float8Tensor"))
+ao("kind-of-kernels", "not supported yet", torchao_metadata(kind="Int4TilePackedTo4dTensor"))
+ao("kind-code", "not supported yet", torchao_metadata(kind="__import__('os').system('touch owned')"))
+ao("kind-contradicts", "another dtype", torchao_metadata(kind="Float8Tensor"))
 for what, value in {"text": "1x32", "zero": [1, 0], "one": [32], "2^70": [1, 1 << 70], "true": [True, 32]}.items():
-    ao(f"block-{what}", "block_size of a weight", described({"block_size": value}))
-ao("block-contradicts", "does not fit", described({"block_size": [1, 16]}), suffix="_weight_scale")
+    ao(f"block-{what}", "block_size of a weight", torchao_metadata({"block_size": value}))
+ao("block-contradicts", "does not fit", torchao_metadata({"block_size": [1, 16]}), suffix="_weight_scale")
 for what, value in {"text": "int4", "unknown": {"_data": "int9"}, "missing": None, "list": {"_data": [4]}}.items():
-    ao(f"target-{what}", "target_dtype", described({"target_dtype": value}))
-ao("target-too-narrow", "do not fit 2 bits", described({"target_dtype": {"_data": "int2"}}), suffix="_weight_zero_point")
+    ao(f"target-{what}", "target_dtype", torchao_metadata({"target_dtype": value}))
+ao("target-too-narrow", "do not fit 2 bits", torchao_metadata({"target_dtype": {"_data": "int2"}}), suffix="_weight_zero_point")
 ao("codes-too-wide", "values do not fit 4 bits", tensors=poke("_weight_qdata", 9))
 ao("zeros-too-wide", "zero points do not fit", tensors=poke("_weight_zero_point", -9), suffix="_weight_zero_point")
 ao("scales-nan", "NaN", tensors=poke("_weight_scale", float("nan")), suffix="_weight_scale")
 ao("scales-missing", "lacks a tensor", tensors=put("_weight_scale", None), suffix="_weight_scale")
-ao("inputs-unknown", "inputs quantized this way", described({"activation_quantization": "int3_per_moon"}))
+ao("inputs-unknown", "inputs quantized this way", torchao_metadata({"activation_quantization": "int3_per_moon"}))
 ao("factors-short", "act_pre_scale", tensors=put("_weight_act_pre_scale", torch.ones(63)), suffix="_weight_act_pre_scale")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bases import DTYPES, FAMILIES, GROUP, LAYER, K, N, _scales, _words, named, write
+from bases import DTYPES, FAMILIES, GROUP, LAYER, K, N, named, random_int32, random_scales, write
 from corpus import attack, family, poke, put
 
 DTYPES |= {torch.float8_e8m0fnu: "F8_E8M0", torch.float8_e5m2: "F8_E5M2"}
@@ -17,22 +17,23 @@ Tensors = dict[str, torch.Tensor]
 
 def fp8_block() -> tuple[Tensors, dict[str, Any]]:
     tensors = {
-        "weight": _scales(N, K).to(torch.float8_e4m3fn), "weight_scale_inv": _scales(2, 2, dtype=torch.float32),
-        "bias": _scales(N),
+        "weight": random_scales(N, K).to(torch.float8_e4m3fn), "weight_scale_inv": random_scales(2, 2, dtype=torch.float32),
+        "bias": random_scales(N),
     }  # fmt: skip
     return named(tensors), {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [N // 2, K // 2]}
 
 
 def fp8_static() -> tuple[Tensors, dict[str, Any]]:
     tensors = {
-        "weight": _scales(N, K).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(0.01), "input_scale": torch.tensor([0.02]),
+        "weight": random_scales(N, K).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(0.01),
+        "input_scale": torch.tensor([0.02]),
     }  # fmt: skip
     return named(tensors), {"quant_method": "fp8", "activation_scheme": "static"}
 
 
 def modelopt_nvfp4() -> tuple[Tensors, dict[str, Any]]:
     tensors = {
-        "weight": _words(N, K // 2).to(torch.uint8), "weight_scale": _scales(N, K // 16).to(torch.float8_e4m3fn),
+        "weight": random_int32(N, K // 2).to(torch.uint8), "weight_scale": random_scales(N, K // 16).to(torch.float8_e4m3fn),
         "weight_scale_2": torch.tensor([0.01]), "input_scale": torch.tensor([0.02]),
     }  # fmt: skip
     return named(tensors), {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
@@ -40,8 +41,8 @@ def modelopt_nvfp4() -> tuple[Tensors, dict[str, Any]]:
 
 def modelopt_awq() -> tuple[Tensors, dict[str, Any]]:
     tensors = {
-        "weight": _words(N // 2, K).to(torch.uint8), "weight_scale": _scales(N, K // GROUP, dtype=torch.float32),
-        "pre_quant_scale": _scales(K, dtype=torch.bfloat16),
+        "weight": random_int32(N // 2, K).to(torch.uint8), "weight_scale": random_scales(N, K // GROUP, dtype=torch.float32),
+        "pre_quant_scale": random_scales(K, dtype=torch.bfloat16),
     }  # fmt: skip
     return named(tensors), {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": GROUP}
 
@@ -56,7 +57,8 @@ def modelopt_mixed() -> tuple[Tensors, dict[str, Any]]:
 
 def gpt_oss() -> tuple[Tensors, dict[str, Any]]:
     tensors = {
-        "experts_blocks": _words(3, N, K // 32, 16).to(torch.uint8), "experts_bias": _scales(3, N, dtype=torch.bfloat16),
+        "experts_blocks": random_int32(3, N, K // 32, 16).to(torch.uint8),
+        "experts_bias": random_scales(3, N, dtype=torch.bfloat16),
         "experts_scales": torch.full((3, N, K // 32), 120, dtype=torch.uint8),
     }  # fmt: skip
     return named(tensors), {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

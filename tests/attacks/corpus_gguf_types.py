@@ -54,35 +54,35 @@ def one(name: str, says: str, number: int, dims: tuple[int, ...], data: bytes, t
 
 
 for number, (kind, size, _, scales) in TYPES.items():
-    good = blocks(number)
-    one(f"{kind}-sound", ".", number, (256, 2), good.tobytes(), harmless=True)
-    one(f"{kind}-zeros", ".", number, (256, 2), bytes(good.nbytes), harmless=True)
+    valid = blocks(number)
+    one(f"{kind}-valid", ".", number, (256, 2), valid.tobytes(), harmless=True)
+    one(f"{kind}-zeros", ".", number, (256, 2), bytes(valid.nbytes), harmless=True)
     one(f"{kind}-half-a-block", "end on a block", number, (256 + size // 2, 1), bytes(4096))
-    one(f"{kind}-a-byte-short", "outside the file", number, (256, 2), good.tobytes()[:-1])
-    one(f"{kind}-2^50-rows", "larger than the file", number, (256, 1 << 50), good.tobytes(), huge=True)
+    one(f"{kind}-a-byte-short", "outside the file", number, (256, 2), valid.tobytes()[:-1])
+    one(f"{kind}-2^50-rows", "larger than the file", number, (256, 1 << 50), valid.tobytes(), huge=True)
     for at in scales:
         for what, value in (("nan", np.nan), ("inf", np.inf), ("minus-inf", -np.inf)):
-            bad = good.copy()
-            bad[1, -1, at : at + 2] = np.float16([value]).view(np.uint8)
-            one(f"{kind}-{what}-at-{at}", "NaN or infinite", number, (256, 2), bad.tobytes())
+            damaged = valid.copy()
+            damaged[1, -1, at : at + 2] = np.float16([value]).view(np.uint8)
+            one(f"{kind}-{what}-at-{at}", "NaN or infinite", number, (256, 2), damaged.tobytes())
 
-bad = blocks(29)
-bad[0, 0, 55] |= 0x70
-bad[0, 0, 53] |= 0xC0
-one("iq1_m-inf-in-four-nibbles", "NaN or infinite", 29, (256, 2), bad.tobytes())
-bad = blocks(15)
-bad[0, 0, :4] = np.float32([np.nan]).view(np.uint8)
-one("q8_k-nan", "NaN or infinite", 15, (256, 2), bad.tobytes())
+damaged = blocks(29)
+damaged[0, 0, 55] |= 0x70
+damaged[0, 0, 53] |= 0xC0
+one("iq1_m-inf-in-four-nibbles", "NaN or infinite", 29, (256, 2), damaged.tobytes())
+damaged = blocks(15)
+damaged[0, 0, :4] = np.float32([np.nan]).view(np.uint8)
+one("q8_k-nan", "NaN or infinite", 15, (256, 2), damaged.tobytes())
 for value in (0x80, 0xFF):
-    bad = blocks(NVFP4)
-    bad[1, 2, 3] = value
-    one(f"nvfp4-scale-{value:#x}", "not an unsigned E4M3", NVFP4, (256, 2), bad.tobytes())
-bad = blocks(NVFP4)
-bad[..., :4] = 0x7F
-one("nvfp4-scale-0x7f", ".", NVFP4, (256, 2), bad.tobytes(), harmless=True)
-bad = blocks(MXFP4)
-bad[..., 0] = 255
-one("mxfp4-scale-nan", ".", MXFP4, (256, 2), bad.tobytes(), harmless=True)
+    damaged = blocks(NVFP4)
+    damaged[1, 2, 3] = value
+    one(f"nvfp4-scale-{value:#x}", "not an unsigned E4M3", NVFP4, (256, 2), damaged.tobytes())
+damaged = blocks(NVFP4)
+damaged[..., :4] = 0x7F
+one("nvfp4-scale-0x7f", ".", NVFP4, (256, 2), damaged.tobytes(), harmless=True)
+damaged = blocks(MXFP4)
+damaged[..., 0] = 255
+one("mxfp4-scale-nan", ".", MXFP4, (256, 2), damaged.tobytes(), harmless=True)
 one("q8_1", "Q8_1 is not supported", 9, (32, 2), bytes(80))
 one("type-43", "unknown ggml type", 43, (256, 2), bytes(4096))
 one("vector-of-blocks", "not a matrix", Q4_K, (256,), bytes(144))
@@ -184,8 +184,8 @@ def link_elsewhere(path: Path) -> None:
     path.symlink_to(target)
 
 
-split("sound", ".", harmless=True)
-split("sound-by-name", ".", start=part_name(0), harmless=True)
+split("valid", ".", harmless=True)
+split("valid-by-name", ".", start=part_name(0), harmless=True)
 split("linked", ".", in_place_of(1, link_elsewhere), harmless=True)
 split("second-part-opened", "not the first file", file=part_name(1), start=part_name(1))
 for i in (1, 2):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bases import DTYPES, LAYER, K, N, _scales, _words, write
+from bases import DTYPES, LAYER, K, N, random_int32, random_scales, write
 from corpus import attack
 
 DTYPES |= {torch.float8_e8m0fnu: "F8_E8M0", torch.float8_e5m2: "F8_E5M2"}
@@ -18,11 +18,11 @@ Parts = dict[str, Any]
 
 
 def codes(*shape: int) -> torch.Tensor:
-    return _words(*shape).to(U8)
+    return random_int32(*shape).to(U8)
 
 
 def f8(*shape: int) -> torch.Tensor:
-    return _scales(*shape).to(F8)
+    return random_scales(*shape).to(F8)
 
 
 def dtype(name: str) -> dict[str, str]:
@@ -52,40 +52,41 @@ BASES: dict[str, Callable[[], tuple[dict[str, Any], Parts, dict[str, Any]]]] = {
                                    "_weight_per_tensor_scale": torch.tensor(0.01),
                                    "_weight_act_per_tensor_scale": torch.tensor(0.02)},
                          {"_type": "NVFP4Tensor", "block_size": 16, "act_quant_kwargs": {"_data": {"block_size": 16}}}),
-    "ao_int4": lambda: (TORCHAO, {"_weight_qdata": codes(N, K // 2), "_weight_scale": _scales(K // 32, N),
-                                  "_weight_zero_point": _scales(K // 32, N)},
+    "ao_int4": lambda: (TORCHAO, {"_weight_qdata": codes(N, K // 2), "_weight_scale": random_scales(K // 32, N),
+                                  "_weight_zero_point": random_scales(K // 32, N)},
                         {"_type": "Int4Tensor", "block_size": [1, 32], "shape": [N, K]}),
-    "ao_static": lambda: (TORCHAO, {"_weight_qdata": codes(N, K).view(torch.int8), "_weight_scale": _scales(N, 1),
+    "ao_static": lambda: (TORCHAO, {"_weight_qdata": codes(N, K).view(torch.int8), "_weight_scale": random_scales(N, 1),
                                     "_weight_act_quant_scale": torch.tensor([[0.1]])},
                           {"_type": "Int8Tensor", "block_size": [1, K], "act_quant_kwargs": {"_data": {
                               "granularity": {"_type": "PerTensor"}, "mapping_type": {"_data": "SYMMETRIC"}}}}),
     "quark_int3": lambda: (quark(zero_point_type="float32"), {
-        "weight": codes(N, K * 3 // 8), "weight_scale": _scales(K // 32, N),
+        "weight": codes(N, K * 3 // 8), "weight_scale": random_scales(K // 32, N),
         "weight_zero_point": torch.ones(K // 32, N, dtype=torch.int32)}, {}),
     "quark_mx": lambda: (quark(dtype="mx", mx_element_dtype="fp6_e2m3", qscheme=None),
                          {"weight": codes(N, K * 3 // 4), "weight_scale": codes(N, K // 32)}, {}),
     "quark_rows": lambda: (quark(dtype="uint4", qscheme="per_channel", ch_axis=0), {
-        "weight": _words(N, K // 8), "weight_scale": _scales(N), "weight_zero_point": _words(N // 8)}, {}),
+        "weight": random_int32(N, K // 8), "weight_scale": random_scales(N), "weight_zero_point": random_int32(N // 8)}, {}),
     "quark_e5m3": lambda: (quark(dtype="fp4", group_size=16, scale_format="e5m3"),
                            {"weight": codes(N, K // 2), "weight_scale": codes(N, K // 16) & 127}, {}),
     "fbgemm": lambda: ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
-                       {"weight": f8(N, K), "weight_scale": _scales(N, 1, dtype=torch.float32)}, {}),
+                       {"weight": f8(N, K), "weight_scale": random_scales(N, 1, dtype=torch.float32)}, {}),
     "divided": lambda: ({"quant_method": "fp8", "weight_scale_semantics": "inverse"},
-                        {"weight": f8(N, K), "weight_scale_inv": _scales(N, dtype=torch.float32) + 1}, {}),
+                        {"weight": f8(N, K), "weight_scale_inv": random_scales(N, dtype=torch.float32) + 1}, {}),
     "mxfp8": lambda: ({"quant_method": "mxfp8"}, {"weight": f8(N, K), "weight_scale_inv": codes(N, K // 32)}, {}),
     "mxint4": lambda: (auto_round(data_type="mx_int", group_size=32, packing_format="auto_round"),
                        {"weight_packed": codes(N, K // 2), "weight_scale": codes(N, K // 32) & 127}, {}),
     "e5m3": lambda: (auto_round(data_type="nvfp4_v2", group_size=16, packing_format="auto_round:llm_compressor_nvfp4_e5m3"),
                      {"weight_packed": codes(N, K // 2), "weight_scale": codes(N, K // 16) & 127}, {}),
     "stack": lambda: ({"quant_method": "fp8", "weight_block_size": [16, 32]},
-                      {"weight": f8(3, N, K), "weight_scale_inv": _scales(3, N // 16, K // 32, dtype=torch.float32)}, {}),
+                      {"weight": f8(3, N, K), "weight_scale_inv": random_scales(3, N // 16, K // 32, dtype=torch.float32)}, {}),
     "awq8": lambda: ({"quant_method": "awq", "bits": 8, "group_size": 32, "zero_point": True},
-                     {"qweight": _words(K, N // 4), "qzeros": _words(K // 32, N // 4), "scales": _scales(K // 32, N)}, {}),
+                     {"qweight": random_int32(K, N // 4), "qzeros": random_int32(K // 32, N // 4),
+                     "scales": random_scales(K // 32, N)}, {}),
     "padded": lambda: ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, {
-        "qweight": torch.cat((_words(12, N), _words(1, N) & 0xFFFF)), "scales": _scales(4, N),
+        "qweight": torch.cat((random_int32(12, N), random_int32(1, N) & 0xFFFF)), "scales": random_scales(4, N),
         "g_idx": (torch.arange(100) // 32).int()}, {}),
     "hqq_across": lambda: ({"quant_method": "hqq"}, {
-        "W_q": codes(16, N * K // 32), "scale": _scales(1, N * K // 32), "zero": _scales(1, N * K // 32),
+        "W_q": codes(16, N * K // 32), "scale": random_scales(1, N * K // 32), "zero": random_scales(1, N * K // 32),
         "shape": torch.tensor([N, K]), "axis": torch.tensor(0, dtype=torch.int32),
         "group_size": torch.tensor(32, dtype=torch.int32), "packing": torch.tensor(list(b"4bit_u8"), dtype=U8)}, {}),
 }  # fmt: skip
@@ -148,9 +149,9 @@ variant(
 )
 variant("ao_nvfp4", "scales-missing", "lacks a tensor", S, **{S: None})
 variant("ao_int4", "shape-contradicts", "not the weight's", Q, said={"shape": [N, K + 2]})
-variant("ao_int4", "zeros-short", "does not fit", "_weight_zero_point", _weight_zero_point=_scales(1, N))
-variant("ao_int4", "zeros-integers", "another dtype", "_weight_zero_point", _weight_zero_point=_words(K // 32, N))
-variant("ao_int4", "scales-rows", "does not fit", S, **{S: _scales(N, K // 32)})
+variant("ao_int4", "zeros-short", "does not fit", "_weight_zero_point", _weight_zero_point=random_scales(1, N))
+variant("ao_int4", "zeros-integers", "another dtype", "_weight_zero_point", _weight_zero_point=random_int32(K // 32, N))
+variant("ao_int4", "scales-rows", "does not fit", S, **{S: random_scales(N, K // 32)})
 variant("ao_int4", "zeros-of-symmetric", "not 0", "_weight_zero_point", said={"activation_dtype": dtype("float8_e4m3fn")})
 variant("ao_int4", "blocks-of-rows", "groups of a row's columns", Q, said={"block_size": [2, 32]})
 variant("ao_int4", "tiles-of-a-kernel", "of this kind are not supported yet", Q, said={"_type": "Int4TilePackedTo4dTensor"})
@@ -180,8 +181,8 @@ variant("quark_mx", "scales-floats", "another dtype", "weight_scale", weight_sca
 variant("quark_mx", "scales-narrow", "does not fit", "weight_scale", weight_scale=codes(N, 1))
 variant("quark_mx", "two-levels", "not supported yet", "weight", config=quark(dtype="mx9"))
 variant("quark_rows", "zeros-missing", "lacks a tensor", "weight_zero_point", weight_zero_point=None)
-variant("quark_rows", "zeros-many", "does not fit", "weight_zero_point", weight_zero_point=_words(N))
-variant("quark_rows", "scale-short", "does not fit", "weight_scale", weight_scale=_scales(N - 1))
+variant("quark_rows", "zeros-many", "does not fit", "weight_zero_point", weight_zero_point=random_int32(N))
+variant("quark_rows", "scale-short", "does not fit", "weight_scale", weight_scale=random_scales(N - 1))
 variant("quark_e5m3", "scales-nan", "NaN", "weight_scale", weight_scale=torch.full((N, K // 16), 255, dtype=U8))
 variant("quark_e5m3", "scales-floats", "another dtype", "weight_scale", weight_scale=torch.ones(N, K // 16))
 variant("quark_rows", "exclude-a-text", "not a list", config={"exclude": "lm_head"})
@@ -214,14 +215,14 @@ variant("stack", "scales-nan", "NaN", "weight_scale_inv", weight_scale_inv=torch
 
 # ---- GPTQ, AWQ, HQQ ------------------------------------------------------------------------------------------------------
 
-variant("awq8", "zeros-four-bits", "disagree about bits", "qzeros", qzeros=_words(2, N // 8))
+variant("awq8", "zeros-four-bits", "disagree about bits", "qzeros", qzeros=random_int32(2, N // 8))
 variant("awq8", "bits-contradict", "disagree about bits", "qweight", config={"bits": 3})
 variant("awq8", "list-a-number", "not a list", config={"modules_to_not_convert": [3]})
 variant("padded", "padding-filled", "does not fit qweight", "g_idx", qweight=torch.full((13, N), -1, dtype=torch.int32))
 variant("padded", "padding-of-a-word", "does not fit qweight", "g_idx", g_idx=(torch.arange(96) // 32).int())
 variant("hqq_across", "group-not-a-divisor", "do not fill", "W_q", group_size=torch.tensor(31, dtype=torch.int32))
 variant("hqq_across", "group-odd", "do not fit|does not fit", group_size=torch.tensor(1, dtype=torch.int32))
-variant("hqq_across", "scales-of-rows", "does not fit", "scale", scale=_scales(N, 1))
+variant("hqq_across", "scales-of-rows", "does not fit", "scale", scale=random_scales(N, 1))
 variant("hqq_across", "one-of-both", "lacks a tensor", "zero", zero=None)
 
 

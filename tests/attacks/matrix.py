@@ -36,14 +36,14 @@ FLOATS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One attack. build: writes it into an empty folder and returns the path to open. refused: it must not load. place: a
+    """One attack. build: writes it into an empty folder and returns the path to open. refused: it must not load. located: a
     refusal names a tensor or a field, not only the file.
     """
 
     name: str
     build: Callable[[Path], Path]
     refused: bool = False
-    place: bool = True
+    located: bool = True
 
 
 # ---- one tensor replaced -------------------------------------------------------------------------------------------------
@@ -186,13 +186,13 @@ def _changed(config: Any, path: tuple[Any, ...], change: Callable[[Any, Any], No
 def _config_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterator[Case]:
     weights = safetensors_bytes(tensors)
 
-    def case(name: str, text: bytes, refused: bool = False, place: bool = True) -> Case:
+    def case(name: str, text: bytes, refused: bool = False, located: bool = True) -> Case:
         def build(folder: Path) -> Path:
             replace_file(folder / "model.safetensors", weights)
             replace_file(folder / "config.json", text)
             return folder
 
-        return Case(f"{base}/config/{name}", build, refused, place)
+        return Case(f"{base}/config/{name}", build, refused, located)
 
     def whole(quantization: Any) -> bytes:
         return json.dumps({"model_type": "llama", "quantization_config": quantization}).encode()
@@ -210,12 +210,12 @@ def _config_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterat
                 b'{"quantization_config": ' + mark.replace("@", "").encode() + b"}",
                 path[-1] != "" and _not_17(config, path),
             )
-    good = whole(config)
-    yield case("bom", b"\xef\xbb\xbf" + good)
-    yield case("utf-16", good.decode().encode("utf-16"), True, False)
-    yield case("latin-1", good[:-1] + b', "x": "\xe9"}', True, False)
-    yield case("cut", good[:-7], True, False)
-    yield case("nul-after-it", good + b"\0", True, False)
+    valid = whole(config)
+    yield case("bom", b"\xef\xbb\xbf" + valid)
+    yield case("utf-16", valid.decode().encode("utf-16"), True, False)
+    yield case("latin-1", valid[:-1] + b', "x": "\xe9"}', True, False)
+    yield case("cut", valid[:-7], True, False)
+    yield case("nul-after-it", valid + b"\0", True, False)
     yield case("nested-deeply", b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", True, False)
     yield case("empty", b"", True, False)
     yield case("a-list", b"[]", True, False)
@@ -293,29 +293,29 @@ _SHARDS: dict[str, Any] = {
 def _shard_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterator[Case]:
     names = [name for name in tensors if name != "__metadata__"]
     rest = {key: value for key, value in tensors.items() if key == "__metadata__"}
-    good = {name: "ab"[i % 2] + ".safetensors" for i, name in enumerate(names)}
+    valid = {name: "ab"[i % 2] + ".safetensors" for i, name in enumerate(names)}
 
     def case(name: str, weight_map: Any, shards: dict[str, list[str]] | None = None, refused: bool = True) -> Case:
         def build(folder: Path) -> Path:
             replace_file(folder / "config.json", json.dumps({"quantization_config": config}).encode())
-            for shard, held in (shards or {s: [n for n in names if good[n] == s] for s in sorted(set(good.values()))}).items():
+            for shard, held in (shards or {s: [n for n in names if valid[n] == s] for s in sorted(set(valid.values()))}).items():
                 replace_file(folder / shard, safetensors_bytes({n: tensors[n] for n in held} | rest))
             replace_file(folder / "model.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())
             return folder
 
         return Case(f"{base}/shards/{name}", build, refused, not name.endswith(("shard-config", "shard-long")))
 
-    yield case("as-they-should-be", good, refused=False)
+    yield case("as-they-should-be", valid, refused=False)
     for name in names:
         short = name.rpartition("mlp.")[2]
-        shards = {s: [n for n in names if good[n] == s] for s in sorted(set(good.values()))}
-        both = {s: [*held, *([] if good[name] == s else [name])] for s, held in shards.items()}
+        shards = {s: [n for n in names if valid[n] == s] for s in sorted(set(valid.values()))}
+        both = {s: [*held, *([] if valid[name] == s else [name])] for s, held in shards.items()}
         if len(shards) > 1:
-            yield case(f"{short}/in-two", good, both)
-        yield case(f"{short}/in-none", good, {s: [n for n in held if n != name] for s, held in shards.items()})
-        yield case(f"{short}/left-out", {n: s for n, s in good.items() if n != name} or {"x": "a.safetensors"}, refused=False)
+            yield case(f"{short}/in-two", valid, both)
+        yield case(f"{short}/in-none", valid, {s: [n for n in held if n != name] for s, held in shards.items()})
+        yield case(f"{short}/left-out", {n: s for n, s in valid.items() if n != name} or {"x": "a.safetensors"}, refused=False)
         for what, value in _SHARDS.items() if name == names[0] else ():
-            yield case(f"{short}/shard-{what}", good | {name: value})
+            yield case(f"{short}/shard-{what}", valid | {name: value})
 
 
 # ---- all -----------------------------------------------------------------------------------------------------------------

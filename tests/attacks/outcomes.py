@@ -123,15 +123,15 @@ def is_unneeded_refusal(path: Path) -> bool:
     return all(np.isfinite(layer.weight).all() for layer in expected.values())
 
 
-def check_error(error: CheckpointError, path: Path, *, tensor: bool = False, place: bool = True) -> None:
-    """Check what an error names. tensor: it must name a tensor. place: it must name a tensor or a config field."""
+def check_error(error: CheckpointError, path: Path, *, tensor: bool = False, located: bool = True) -> None:
+    """Check what an error names. tensor: it must name a tensor. located: it must name a tensor or a config field."""
     text = str(error)
     assert error.file is not None and (error.file == str(path) or Path(error.file).is_relative_to(path)), text
     assert error.found or error.expected or error.fix, text
     assert len(text) < 4000 and text.replace("\n", "").isprintable(), text
     assert "cannot be read as what it says it is" not in text, f"an exception in a reader, not a refusal: {text}"
     assert not tensor or error.tensor, f"no tensor: {text}"
-    assert not place or error.tensor or error.field, f"neither tensor nor field: {text}"
+    assert not located or error.tensor or error.field, f"neither tensor nor field: {text}"
 
 
 def shm_folder() -> str | None:

@@ -46,7 +46,7 @@ def use(path: Path, model: bool, oracle: bool = True) -> None:
         bitline.load_model(path, dtype=torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel"))
 
 
-def judge(attack: Attack, folder: Path) -> None:
+def check_attack(attack: Attack, folder: Path) -> None:
     """Check one attack against the promises."""
     path = attack.build(folder)
     try:
@@ -70,7 +70,7 @@ def judge(attack: Attack, folder: Path) -> None:
 def test_attack(attack, tmp_path):
     if attack.name == "unreadable" and os.geteuid() == 0:
         pytest.skip("root reads everything")
-    judge(attack, tmp_path)
+    check_attack(attack, tmp_path)
 
 
 def test_every_attack_has_its_own_name():
@@ -101,13 +101,13 @@ def test_no_attack_allocates_what_a_file_claims(tmp_path):
     )
 
 
-def _with_little_memory(folder: Path) -> None:
+def _huge_attacks_with_little_memory(folder: Path) -> None:
     use(llama_folder(_new(folder, "warm")), True)  # imports and thread pools do not count
     for attack in ATTACKS:
         if attack.huge:
-            place = _new(folder, attack.name)
+            folder = _new(folder, attack.name)
             with time_limit(), address_space_limit(MARGIN):
-                judge(attack, place)
+                check_attack(attack, folder)
             print(attack.name, flush=True)
 
 
@@ -198,10 +198,10 @@ def test_a_failed_load_leaves_nothing_behind(tmp_path):
     before = logits()
     for attack in ATTACKS[:: max(1, len(ATTACKS) // 40)]:
         if attack.name != "unreadable":
-            judge(attack, _new(tmp_path, attack.name))
+            check_attack(attack, _new(tmp_path, attack.name))
     assert torch.equal(logits(), before)
     assert LAYER and corpus.PICKLE  # the attacks do not change the corpus itself
 
 
 if __name__ == "__main__":
-    _with_little_memory(Path(sys.argv[1]))
+    _huge_attacks_with_little_memory(Path(sys.argv[1]))

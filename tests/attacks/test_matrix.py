@@ -15,7 +15,7 @@ from matrix import Case
 from outcomes import check_error, outcome, temporary_folder, time_limit
 
 
-def judge(case: Case) -> str | None:
+def check_case(case: Case) -> str | None:
     """What is wrong with the outcome, None where it is right."""
     with temporary_folder() as folder, time_limit():
         try:
@@ -23,7 +23,7 @@ def judge(case: Case) -> str | None:
             error = outcome(path)
             if error is None:
                 return f"{case.name} loads" if case.refused else None
-            check_error(error, path, place=case.place)
+            check_error(error, path, located=case.located)
         except Exception as error:
             return f"{case.name}: {type(error).__name__}: {error}"
     return None
@@ -38,7 +38,7 @@ STEPS = [pytest.param(8, id="eighth"), pytest.param(1, id="all", marks=pytest.ma
 def test_family(base, step):
     cases = list(matrix.attacks(base))
     assert len({case.name for case in cases}) == len(cases) > 200
-    wrong = [what for case in cases[::step] if (what := judge(case))]
+    wrong = [what for case in cases[::step] if (what := check_case(case))]
     assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:20])
 
 
@@ -47,7 +47,7 @@ def test_family(base, step):
 def test_gguf(ggml, step):
     cases = list(matrix_gguf.attacks(ggml))
     assert len({case.name for case in cases}) == len(cases) > 60
-    wrong = [what for case in cases[::step] if (what := judge(case))]
+    wrong = [what for case in cases[::step] if (what := check_case(case))]
     assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:20])
 
 

@@ -69,30 +69,30 @@ def safetensors_cases(base: str, kind: str, folder: Path, rounds: int) -> Iterat
         shards = {"weight_map": {name: file for file, part in halves.items() for name in part if name in names}}
         weights.unlink()
     for i in range(rounds):
-        rng, place = seeded_rng(base, kind, i), True
+        rng, located = seeded_rng(base, kind, i), True
         if kind == "config-values":
             replace_file(config, dumps({"model_type": "llama", "quantization_config": mutate_json(quantization, rng)}))
         elif kind == "config-bytes":
             replace_file(config, changed := corrupt_bytes(settings, rng))
-            place = _is_object(changed, config=True)
+            located = _is_object(changed, config=True)
         elif kind == "header-values":
             changed = dumps(mutate_json(header, rng))
-            place = _is_object(changed)
+            located = _is_object(changed)
             replace_file(weights, struct.pack("<Q", len(changed)) + changed + data)
         elif kind == "header-bytes":
             replace_file(weights, changed := corrupt_bytes(raw, rng, length))
-            place = _has_header(changed)
+            located = _has_header(changed)
         elif kind == "tensors":
             replace_file(weights, safetensors_bytes(mutate_tensors(tensors, rng)))
         elif kind == "numbers":
             replace_file(weights, overwrite_bytes(raw, rng, length, rng.choice([1, 2, 4])))
         elif kind == "data-bytes":
             replace_file(weights, raw[:length] + corrupt_bytes(data, rng))
-            place = False  # the file is shorter or longer than its header says
+            located = False  # the file is shorter or longer than its header says
         else:
             replace_file(index, changed := dumps(mutate_json(shards, rng)) if i % 2 else corrupt_bytes(dumps(shards), rng))
-            place = _is_object(changed)
-        yield folder, {"place": place, "tensor": kind == "numbers", "exact": kind == "numbers"}
+            located = _is_object(changed)
+        yield folder, {"located": located, "tensor": kind == "numbers", "exact": kind == "numbers"}
 
 
 def gguf_cases(ggml: str, kind: str, folder: Path, rounds: int) -> Iterator[Case]:
@@ -108,7 +108,7 @@ def gguf_cases(ggml: str, kind: str, folder: Path, rounds: int) -> Iterator[Case
         else:
             changed = corrupt_bytes(raw, rng, start if kind == "header" else None)
         replace_file(path, changed)
-        yield path, {"place": len(changed) >= 24, "tensor": kind == "numbers", "exact": kind == "numbers"}
+        yield path, {"located": len(changed) >= 24, "tensor": kind == "numbers", "exact": kind == "numbers"}
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
@@ -116,7 +116,7 @@ def gguf_cases(ggml: str, kind: str, folder: Path, rounds: int) -> Iterator[Case
 @pytest.mark.parametrize("base", FAMILIES)
 def test_safetensors(base, kind, rounds):
     with temporary_folder() as folder, time_limit():
-        loaded = sum(judge(path, **promised) for path, promised in safetensors_cases(base, kind, folder, rounds))
+        loaded = sum(check_mutation(path, **promised) for path, promised in safetensors_cases(base, kind, folder, rounds))
     if rounds == EACH:
         assert loaded < EACH or kind in ("numbers", "index"), "no mutation did anything"
         assert loaded or kind != "numbers", "no mutation was valid"
@@ -127,16 +127,16 @@ def test_safetensors(base, kind, rounds):
 @pytest.mark.parametrize("ggml", bases_gguf.TYPES)
 def test_gguf(ggml, kind, rounds):
     with temporary_folder() as folder, time_limit():
-        loaded = sum(judge(path, **promised) for path, promised in gguf_cases(ggml, kind, folder, rounds))
+        loaded = sum(check_mutation(path, **promised) for path, promised in gguf_cases(ggml, kind, folder, rounds))
     assert loaded or kind == "header" or rounds < EACH, "no mutation was valid"
 
 
-def judge(path: Path, *, place: bool, tensor: bool, exact: bool) -> bool:
+def check_mutation(path: Path, *, located: bool, tensor: bool, exact: bool) -> bool:
     """Whether the checkpoint loads. exact: a refusal must be necessary."""
     error = outcome(path)
     if error is None:
         return True
-    check_error(error, path, place=place, tensor=tensor)
+    check_error(error, path, located=located, tensor=tensor)
     if exact and is_unneeded_refusal(path):
         raise AssertionError(f"refused although it is valid: {error}") from error
     return False

@@ -22,9 +22,9 @@ def main(folder: Path, pattern: str = "") -> None:
     named |= {case.name: case.build for kind in bases_gguf.TYPES for case in matrix_gguf.attacks(kind)}
     for name, build in named.items():
         if re.search(pattern, name):
-            place = folder / name
-            place.mkdir(parents=True)
-            build(place)
+            target = folder / name
+            target.mkdir(parents=True)
+            build(target)
             print(name)
 
 

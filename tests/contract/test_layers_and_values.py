@@ -14,7 +14,7 @@ import bases_more  # noqa: F401  (its families are among the bases once it is im
 import corpus_float  # noqa: F401
 import pytest
 import torch
-from bases import FAMILIES, LAYER, described, group, json_tensor, safetensors_bytes, write
+from bases import FAMILIES, LAYER, group, json_tensor, safetensors_bytes, torchao_metadata, write
 from must import must
 from outcomes import outcome, replace_file
 from safetensors.torch import load_file
@@ -482,7 +482,7 @@ def test_unused_tensors_of_a_module_are_a_warning(base, suffix, says, tmp_path):
         ("quark4", {}, {"input_rotation": torch.ones(4)}), ("quark4", {}, {"input_prescale": torch.ones(4)}),
         ("hqq", {}, {"quant_scale": torch.tensor(1, dtype=torch.uint8)}), ("bnb8", {}, {"weight_format": torch.tensor(1).byte()}),
         ("bnb4", {}, {"weight.quant_state.bitsandbytes__nf4": json_tensor({"rotation": 1})}),
-        ("torchao", {}, {"__metadata__": described(kind="Int4TilePackedTo4dTensor")}),
+        ("torchao", {}, {"__metadata__": torchao_metadata(kind="Int4TilePackedTo4dTensor")}),
         ("fp8_static", {}, {"weight_zp": torch.ones(1)}),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

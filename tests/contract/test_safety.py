@@ -107,15 +107,15 @@ def test_an_exception_in_a_reader_is_a_checkpoint_error(at, error, tmp_path, mon
 def test_an_error_says_where_and_what(tmp_path):
     errors = 0
     for i, attack in enumerate(SMALL[::5]):
-        place = tmp_path / str(i)
-        place.mkdir()
-        path = attack.build(place)
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        path = attack.build(folder)
         try:
             with time_limit():
                 read(path)
         except CheckpointError as error:
             errors += 1
-            check_error(error, place, tensor=attack.tensor is not None, place=False)
+            check_error(error, folder, tensor=attack.tensor is not None, located=False)
             assert attack.tensor is None or error.tensor == attack.tensor
     assert errors > 100
 
@@ -174,7 +174,7 @@ def test_no_more_memory_than_the_file_and_64_mb(name, tmp_path):
         pytest.raises(CheckpointError, match=r"memory|too long|not valid") as caught,
     ):
         bitline.open_checkpoint(tmp_path).layers()
-    check_error(caught.value, tmp_path, place=False)
+    check_error(caught.value, tmp_path, located=False)
 
 
 @must(5)
@@ -243,9 +243,9 @@ def test_an_error_leaves_nothing_behind(tmp_path):
     good = write(tmp_path / "good" if (tmp_path / "good").mkdir() is None else tmp_path, *gptq())
     before = read(good)[LAYER].dequantize()
     for i, attack in enumerate(SMALL[::40]):
-        place = tmp_path / str(i)
-        place.mkdir()
-        path = attack.build(place)
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        path = attack.build(folder)
         try:
             with time_limit():
                 read(path)
