@@ -1,4 +1,4 @@
-"""Many architectures: every linear layer replaced, logits bit-equal to the dequantized model's. And tiny GGUF files."""
+"""Many architectures, and tiny GGUF files: every linear layer is replaced, the logits equal the dequantized model's."""
 
 import gguf
 import numpy as np
@@ -47,7 +47,7 @@ def test_architecture(tmp_path, name):
 
 
 def write_gguf(path, model, architecture: str, kind: gguf.GGMLQuantizationType, *, head: bool):
-    """A model as llama.cpp's converter would write it: its names, its order of q and k rows, its metadata."""
+    """Write a model as llama.cpp's converter does: its names, metadata, and row order of q and k."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -83,10 +83,10 @@ def write_gguf(path, model, architecture: str, kind: gguf.GGMLQuantizationType, 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])
 @pytest.mark.parametrize("head", [True, False], ids=["own head", "tied head"])
-def test_llama_gguf_rows_are_put_back(tmp_path, kind, head):
+def test_llama_gguf_row_order_is_undone(tmp_path, kind, head):
     path = write_gguf(tmp_path / "m.gguf", llama(), "llama", gguf.GGMLQuantizationType[kind], head=head)
     model = bitline.load_model(path, dtype=torch.float32, policy=REFERENCE)
-    # Every matrix, the embedding included: seven linear layers in each of two blocks, and the head.
+    # Seven linear layers in each of two blocks, and the head.
     assert len(list(quant_linears(model))) == 15
     assert torch.equal(logits(model), logits(transformers_gguf_model(path, torch.float32)))
 
@@ -105,7 +105,7 @@ def test_qwen2_gguf_with_biases(tmp_path):
     torch.testing.assert_close(logits(model), logits(transformers_gguf_model(path, torch.float32)), rtol=1e-5, atol=1e-5)
 
 
-def test_gguf_of_an_architecture_without_names(tmp_path):
+def test_gguf_of_an_unknown_architecture(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", llama(), "llama", gguf.GGMLQuantizationType.Q8_0, head=True)
     raw = path.read_bytes().replace(b"llama", b"lxama")
     path.write_bytes(raw)

@@ -34,7 +34,7 @@ def test_help_does_not_import_torch():
     assert "bench" not in done.stdout
 
 
-def test_run_prints_plan_answer_figures_and_checks(folder):
+def test_run(folder):
     done = bitline("run", folder, "--prompt", "w5 w9", "-n", 5)
     assert done.returncode == 0, done.stderr
     for word in ("pack-quantized", "runner-up", "first token", "tokens/s", "in bf16", "against the reference", "ok"):
@@ -60,7 +60,7 @@ def test_inspect(folder):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cpu:avx512,amx", "cuda:sm90", "cuda:sm75", "rocm:gfx942", "rocm:gfx1100", "xpu"])
-def test_explain_on_any_machine(folder, platform):
+def test_explain_on_any_platform(folder, platform):
     report = json.loads(bitline("explain", folder, "--platform", platform, "--m", "1,16,512", "--json").stdout)
     assert report["plans"]
     for plan in report["plans"]:
@@ -82,7 +82,7 @@ def test_doctor():
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("words", "code", "message"),
     [
         (["run", "/no/such/folder"], 1, "no such file or folder"),
         (["inspect", "/no/such.gguf"], 1, "no such file or folder"),
@@ -106,11 +106,11 @@ def test_doctor():
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else None,
 )
-def test_errors_and_exit_codes(folder, words, code, says):
+def test_errors_and_exit_codes(folder, words, code, message):
     done = bitline(*(str(folder) if w == "FOLDER" else w for w in words))
-    said = " ".join((done.stderr + done.stdout).split())
-    assert done.returncode == code and says in said, said
-    assert "Traceback" not in said
+    output = " ".join((done.stderr + done.stdout).split())
+    assert done.returncode == code and message in output, output
+    assert "Traceback" not in output
 
 
 def test_errors_as_json(folder):
@@ -122,17 +122,17 @@ def test_errors_as_json(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["run"], "Missing argument"), (["frobnicate"], "No such command"), (["explain", "x", "--m", "0"], "whole numbers"),
         (["run", "smollm2", "--nosuch"], "No such option"), (["run", "smollm2", "-n", "none"], "Invalid value for"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else None,
 )  # fmt: skip
-def test_a_wrong_command_line_as_json(words, says):
+def test_usage_errors_as_json(words, message):
     done = bitline(*words, "--json")
     error = json.loads(done.stdout)["error"]
-    assert done.returncode == 2 and says in error["message"] and error["type"] and not done.stderr
+    assert done.returncode == 2 and message in error["message"] and error["type"] and not done.stderr
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -164,7 +164,7 @@ def test_version():
     assert bitline("--version").stdout.startswith("bitline 0.")
 
 
-def test_a_request_that_cannot_be_met_is_said(folder):
+def test_unsupported_kernel_request(folder):
     done = bitline("run", folder, "--prompt", "w5", "-n", 2, "--kernel", "TorchInt8PackLinearKernel")
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == 0 and "TorchInt8PackLinearKernel was asked for and cannot run this layer" in said
@@ -181,14 +181,14 @@ def test_the_command_overrules_the_environment(folder):
     assert first == "ReferenceLinearKernel" != second
 
 
-def test_explain_computes_in_what_run_would(folder):
+def test_explain_has_the_activation_dtype_of_run(folder):
     dtypes = {p: json.loads(bitline("explain", folder, "--platform", p, "--json").stdout)["activations"]
               for p in ("cpu:avx2", "cpu:avx512_bf16", "cuda:sm75", "cuda:sm90")}  # fmt: skip
     assert dtypes == {"cpu:avx2": "float32", "cpu:avx512_bf16": "bfloat16", "cuda:sm75": "float16", "cuda:sm90": "bfloat16"}
 
 
 @pytest.mark.parametrize("name", ["m[/x]y", "m[red]z", "[bold]"])
-def test_names_are_not_markup(folder, tmp_path, name):
+def test_names_are_not_interpreted_as_markup(folder, tmp_path, name):
     import shutil
 
     strange = tmp_path / name
@@ -199,12 +199,12 @@ def test_names_are_not_markup(folder, tmp_path, name):
         assert name.split("/")[-1] in done.stdout.replace("\n", "")
 
 
-def test_a_terminal_without_unicode(folder):
+def test_terminal_without_unicode(folder):
     done = bitline("inspect", folder, PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and "160?64" in done.stdout
 
 
-def test_output_that_cannot_be_written(folder):
+def test_unwritable_output(folder):
     code = f"{sys.executable} -m bitline inspect {folder}"
     full = subprocess.run(["bash", "-c", f"{code} > /dev/full"], capture_output=True, text=True)
     assert full.returncode == 1 and "Traceback" not in full.stderr and "cannot write" in full.stderr

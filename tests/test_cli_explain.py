@@ -1,4 +1,4 @@
-"""`bitline explain` and `doctor`: what they say, in how many columns, and that their JSON is what the documentation says."""
+"""`bitline explain` and `doctor`: their text at several widths, and their JSON against the documented keys."""
 
 import contextlib
 import io
@@ -49,7 +49,7 @@ def text(made, width=80, show=explain_text.show, **more):
 
 @pytest.mark.parametrize("name", [MIXED, "ct_fp8_block", "ct_nvfp4", "gq_w3g32_asym_descact_v1", "ct_smol2L_fp8_block"])
 @pytest.mark.parametrize("tp", [1, 4])
-def test_every_machine_in_every_width(name, tp):
+def test_every_platform_at_every_width(name, tp):
     for platform in MACHINES:
         made = report(name, platform, tp=tp)
         for width in (80, 120):
@@ -72,7 +72,7 @@ def documented(section):
 
 
 def keys(value, prefix=""):
-    """Every key, lists as `name[]`; of maps with free keys (rows, packages) the name alone."""
+    """Every key, lists as `name[]`; maps with free keys (M, packages) as the name alone."""
     found = set()
     for key, inner in value.items():
         name = f"{prefix}{key}"
@@ -125,7 +125,7 @@ def test_totals_are_the_sum_of_the_layers():
     assert all(t["packed_bytes"] < 0.6 * made["totals"][""]["packed_bytes"] for t in cut["totals"].values())
 
 
-def test_ranks_that_get_another_kernel_are_named():
+def test_ranks_with_different_kernels_are_listed():
     made = report(MIXED, "cuda:sm90", tp=3)
     for key in {(p["example"], p["cut"]) for p in made["plans"]}:
         assert sorted(r for p in made["plans"] if (p["example"], p["cut"]) == key for r in p["ranks"]) == [0, 1, 2]
@@ -135,7 +135,7 @@ def test_ranks_that_get_another_kernel_are_named():
     assert explain_table.rank_spans([0, 2, 3, 4, 7]) == "0, 2-4, 7"
 
 
-def test_a_package_that_would_be_chosen_and_how_to_get_it():
+def test_packages_that_would_change_the_plan():
     made = report("ct_nvfp4", "cuda:sm100")
     more = next(p for p in made["if_installed"] if p["package"] == "flashinfer-python")
     assert more["layers"] == 4 and more["install"].startswith("pip install") and more["kernels"]
@@ -164,7 +164,7 @@ SPEC = types.LinearSpec(4096, 4096, types.uint4b8, (1, 128))
         ("ReferenceLinearKernel", "xpu", {}, "policy"),
     ],
 )
-def test_what_stands_behind_a_verdict(kernel, platform, changes, expected):
+def test_status_of_a_refused_candidate(kernel, platform, changes, expected):
     choice = choose(SPEC.replace(**changes), platform, Policy(disabled={"ReferenceLinearKernel"}))
     candidate = next(c for c in choice.candidates if c.name == kernel)
     assert candidate_status.status(candidate, choice) == expected
@@ -172,13 +172,13 @@ def test_what_stands_behind_a_verdict(kernel, platform, changes, expected):
         assert candidate_status.missing_package(candidate, choice.platform) == "zentorch"
 
 
-def test_a_missing_package_is_not_the_reason_where_the_machine_is():
+def test_hardware_reasons_precede_missing_packages():
     made = report("ct_w4a16_g128_sym", "cpu:avx2")
     triton = next(c for c in made["plans"][0]["candidates"] if c["kernel"] == "TritonW4A16LinearKernel")
     assert triton["kind"] == "machine" and "no compiler for CPUs" in triton["reason"]
 
 
-def test_policies_are_said_and_obeyed():
+def test_policies_are_shown_and_obeyed():
     policy = Policy(m=(1, 512), batch_invariant=True, backend="triton", disabled={"TritonW4A16LinearKernel"}, strict=False)
     made = report("ct_w4a16_g128_sym", "cuda:sm90", policy)
     assert made["policy"]["batch_invariant"] and made["policy"]["disabled"] == ["TritonW4A16LinearKernel"]
@@ -187,7 +187,7 @@ def test_policies_are_said_and_obeyed():
     assert {p["kernel"] for p in made["plans"]} == {"BatchInvariantLinearKernel"}
 
 
-def test_all_says_every_reason():
+def test_all_shows_every_reason():
     made = report("ct_w4a16_g128_sym", "cuda:sm90")
     said, short = " ".join(text(made, 120, everything=True).split()), text(made, 120)
     for c in made["plans"][0]["candidates"]:
@@ -205,12 +205,12 @@ def test_a_checkpoint_without_quantized_layers(tmp_path):
     assert made["plans"] == [] and made["totals"] == {} and "no quantized linear layer" in text(made)
 
 
-def test_every_package_says_what_it_adds_and_how_to_get_it():
+def test_every_package_has_a_description_and_instructions():
     assert all(p.distribution and p.adds and p.install for p in PACKAGES.values())
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_doctor_in_every_width_and_with_everything_wrong(width, monkeypatch):
+def test_doctor_at_every_width_with_failures(width, monkeypatch):
     made = doctor.doctor_report()
     broken = {"device": "cuda:0", "error": "RuntimeError: no driver"}
     failed = next(k for k in made["kernels"] if k["ran"]) | {"ok": False, "detail": "worst element [0, 3]"}
@@ -224,14 +224,14 @@ def test_doctor_in_every_width_and_with_everything_wrong(width, monkeypatch):
     assert all(len(line) <= width and line == line.rstrip() for line in said.splitlines()[1:])
 
 
-def test_doctor_tries_every_kernel_that_runs_here():
+def test_doctor_tests_every_kernel_that_runs_here():
     made, here = doctor.doctor_report(), Platform.detect("cpu")
     able = {e.name for e in registry.entries() if "cpu" in e.platforms and e.kernel.is_supported(here)}
     assert {k["kernel"] for k in made["kernels"] if k["ran"] and k["device"] == "cpu"} == able
     assert all(k["ok"] and k["error"] <= k["allowed"] for k in made["kernels"] if k["ran"])
 
 
-def test_lists_are_broken_at_commas_and_rates_are_read():
+def test_at_commas_and_rate():
     assert render.at_commas("cpu:" + ",".join(["abcdefgh"] * 6), 30).splitlines() == [
         "cpu:abcdefgh,abcdefgh,", "abcdefgh,abcdefgh,abcdefgh,", "abcdefgh"
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`bitline inspect`: one row for each kind of layer, every oddity, and never a code read."""
+"""`bitline inspect`: one row per kind of layer, every finding, and no codes read."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def write(folder, tensors, quantization, **config):
 
 
 def gptq_layer(base, k=64, n=64, group=32, zero=7, g_idx=None, scale=None):
-    """Symmetric 4 bits; qzeros of v1 hold the middle less one in every field."""
+    """Symmetric 4 bits; v1 qzeros hold the zero point 8 minus one in every field."""
     word = int.from_bytes(bytes([zero | zero << 4] * 4), "little", signed=True)
     return {
         f"{base}.qweight": torch.zeros(k // 8, n, dtype=torch.int32),
@@ -56,14 +56,14 @@ def gptq(folder, layers, **config):
 
 
 def fp8(folder, scale, bias=None, **tensors):
-    """Layers `a`, `b`, … of 8 × 16, a scale for each row."""
+    """Layers `a`, `b`, … of 8 × 16 with per-row scales."""
     parts = {f"{base}.weight": torch.ones(8, 16).to(torch.float8_e4m3fn) for base in scale}
     parts |= {f"{base}.weight_scale": s for base, s in scale.items()} | {f"{base}.bias": b for base, b in (bias or {}).items()}
     return write(folder, parts | tensors, {"quant_method": "fp8", "activation_scheme": "dynamic"})
 
 
 def ct(folder, ignore, modules=("model.layers.0.mlp.up_proj",), extra=None, **config):
-    """compressed-tensors W8A16, a scale for each row."""
+    """compressed-tensors W8A16 with per-row scales."""
     tensors = dict(extra or {})
     for base in modules:
         tensors[f"{base}.weight"] = torch.ones(8, 16, dtype=torch.int8)
@@ -115,7 +115,7 @@ def test_every_checkpoint(name, monkeypatch):
         assert all(sum(f"{n}×{k}" in line for line in lines) for n, k in (kind["shape"] for kind in report["kinds"]))
 
 
-def test_a_wide_terminal_has_every_fact_in_a_row(monkeypatch):
+def test_wide_terminal(monkeypatch):
     report = inspect_report(FIXTURES / "ct_mixed_w4a16_fp8")
     lines = text_of(report, 120, monkeypatch).splitlines()
     assert lines[1].split("  ")[0] == "layers"
@@ -126,7 +126,7 @@ def test_a_wide_terminal_has_every_fact_in_a_row(monkeypatch):
     assert rows[1] == "2 × k_proj, v_proj 128×256 float-quantized 8 row - - fp8 token 1.008 66.0 kB"
 
 
-def test_a_narrow_terminal_says_once_what_all_share(monkeypatch):
+def test_narrow_terminal(monkeypatch):
     report = inspect_report(FIXTURES / "gq_w4g32_sym_descact_v1")
     text = " ".join(text_of(report, 80, monkeypatch).split())
     assert "all layers: layout v1, bits 4, scale block 1×32, zero -, act-order yes, input 16 bit" in text
@@ -150,7 +150,7 @@ def test_gguf(tmp_path):
     assert report["dense_tensors"] == 1 and report["scales"]["tensors"] == 0 and not report["oddities"]
 
 
-def test_what_is_not_quantized(tmp_path, monkeypatch):
+def test_unquantized_checkpoint(tmp_path, monkeypatch):
     save_file({"a.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
     report = inspect_report(tmp_path)
     assert report["layers"] == 0 and report["kinds"] == [] and report["dense_tensors"] == 1 and not report["oddities"]
@@ -177,7 +177,7 @@ def test_no_code_is_read(name, scales, monkeypatch):
 
 
 def test_codes_may_be_a_hole_of_any_size(tmp_path):
-    """A header of layers of 4 TB each, of which nothing was ever written but it."""
+    """A sparse file whose header declares layers of 4 TB each."""
     n = k = 1 << 21
     header, at = {}, 0
     for name, dtype, shape, size in (
@@ -196,7 +196,7 @@ def test_codes_may_be_a_hole_of_any_size(tmp_path):
     assert report["nbytes"] > 8e12 and findings(report)["zero"][0] == n + 1
 
 
-# ---- oddities of layers and lists --------------------------------------------------------------------------------------
+# ---- layers and ignored modules ----------------------------------------------------------------------------------------
 
 
 def test_trivial_and_real_activation_orders(tmp_path):
@@ -213,7 +213,7 @@ def test_trivial_and_real_activation_orders(tmp_path):
     }  # fmt: skip
 
 
-def test_an_order_that_the_config_does_not_mention(tmp_path):
+def test_act_order_that_the_config_does_not_mention(tmp_path):
     backwards = torch.arange(63, -1, -1, dtype=torch.int32) // 32
     report = inspect_report(gptq(tmp_path, [gptq_layer("a", g_idx=backwards), gptq_layer("b")]))
     (what,) = [o for o in report["oddities"] if o["level"] == "odd"]
@@ -221,8 +221,8 @@ def test_an_order_that_the_config_does_not_mention(tmp_path):
     assert [k["oddities"] for k in report["kinds"] if k["example"] == "a"] == [[what["what"]]]
 
 
-def test_zero_points_that_no_version_stores(tmp_path):
-    """Symmetric, labelled v1: 7 is v1's middle, 8 is v2's, others are neither. What differs in numbers alone is one line."""
+def test_unexpected_zero_points(tmp_path):
+    """Symmetric, labelled v1: 7 belongs to v1, 8 to v2. Warnings that differ in numbers only are one line."""
     layers = [gptq_layer(base, zero=zero) for base, zero in (("a", 7), ("b", 8), ("c", 3), ("d", 4))]
     report = inspect_report(gptq(tmp_path, layers))
     odd_ones = [o for o in report["oddities"] if "qzeros" in o["what"] and "not used" in o["what"]]
@@ -266,11 +266,11 @@ def test_ignored_modules_that_match_nothing(tmp_path, entry, missing):
         assert not report["oddities"]
 
 
-def test_an_untied_head_has_to_be_there(tmp_path):
+def test_untied_head_must_exist(tmp_path):
     assert only(inspect_report(ct(tmp_path, ["lm_head"], tie_word_embeddings=False)))["what"].endswith("lm_head")
 
 
-def test_long_lists_are_cut_and_control_characters_shown(tmp_path, monkeypatch):
+def test_long_lists_are_truncated_and_control_characters_escaped(tmp_path, monkeypatch):
     report = inspect_report(ct(tmp_path, [f"no.{i}" for i in range(50)] + ["no\x1b[31m"]))
     assert only(report)["what"].startswith("51 entries") and only(report)["what"].endswith("no.0, no.1, no.2, …")
     report = inspect_report(ct(tmp_path, ["no\x1b[31m", "[red]x"]))
@@ -285,7 +285,7 @@ def test_unquantized_layers_among_quantized_ones(tmp_path):
     assert found["what"] == "not quantized, while 3 other down_proj are"
 
 
-def test_oddities_as_text(tmp_path, monkeypatch):
+def test_findings_as_text(tmp_path, monkeypatch):
     report = inspect_report(ct(tmp_path, ["re:model.*"], [f"model.layers.{i}.x" for i in range(3)]))
     text = " ".join(text_of(report, 80, monkeypatch).split())
     assert "warning the config's ignore list names this layer" in text and "(3 layers, such as model.layers.0.x)" in text
@@ -297,7 +297,7 @@ GOOD = torch.full((8, 1), 0.01)
 
 
 def row(value, dtype=torch.float32):
-    """Eight good scales, the third of them this one."""
+    """Eight scales, the third of them `value`."""
     scales = GOOD.clone()
     scales[2] = value
     return scales.to(dtype)
@@ -313,12 +313,12 @@ def row(value, dtype=torch.float32):
         (GOOD.bfloat16(), None),
     ],
 )  # fmt: skip
-def test_every_oddity_of_a_scale(tmp_path, scale, problem):
+def test_every_problem_of_a_scale(tmp_path, scale, problem):
     report = inspect_report(fp8(tmp_path, {"a": GOOD, "b": scale.clone(), "c": GOOD.bfloat16()}))
     assert findings(report) == ({} if problem is None else {problem: (1, 1, "b.weight_scale")})
 
 
-def test_several_oddities_are_counted(tmp_path, monkeypatch):
+def test_problems_are_counted(tmp_path, monkeypatch):
     bad = torch.tensor([[float("nan")], [0.0], [-1e6], [float("-inf")], [0.01], [0.01], [float("nan")], [0.01]])
     report = inspect_report(fp8(tmp_path, {"a": bad, "b": GOOD, "c": bad.clone()}))
     assert findings(report) == {
@@ -331,14 +331,14 @@ def test_several_oddities_are_counted(tmp_path, monkeypatch):
         open_checkpoint(tmp_path).layer("a").weight()
 
 
-def test_numbers_that_are_no_scales_have_to_be_finite(tmp_path):
+def test_biases_must_be_finite(tmp_path):
     bias = {"a": torch.full((8,), -1e6), "b": torch.tensor([float("nan")] + [0.0] * 7)}
     report = inspect_report(fp8(tmp_path, {"a": GOOD, "b": GOOD.clone()}, bias))
     assert findings(report) == {"nan": (1, 1, "b.bias")}
 
 
-def test_powers_of_two(tmp_path):
-    """E8M0: 255 is NaN, 2**16 is more than half precision holds, and a block of zeros has 2**-127."""
+def test_e8m0_scales(tmp_path):
+    """E8M0: 255 is NaN, 2**16 exceeds float16, and a block of zeros has 2**-127."""
     codes = torch.zeros(4, 64, dtype=torch.uint8)
     scales = torch.full((4, 4), 120, dtype=torch.uint8)
     scales[0, 0], scales[1, 1], scales[2, 2] = 255, 127 + 16, 0
@@ -350,7 +350,7 @@ def test_powers_of_two(tmp_path):
     assert findings(report) == {"nan": (1, 1, "a.weight_scale"), "overflow": (1, 1, "a.weight_scale")}
 
 
-def test_many_scales_are_read_only_if_asked_for(tmp_path, monkeypatch):
+def test_large_scales_are_read_only_on_request(tmp_path, monkeypatch):
     fp8(tmp_path, {"a": GOOD, "b": row(0.0)})
     monkeypatch.setattr(scale_checks, "AUTO_BYTES", 63)
     report = inspect_report(tmp_path)
@@ -361,7 +361,7 @@ def test_many_scales_are_read_only_if_asked_for(tmp_path, monkeypatch):
     assert findings(inspect_report(tmp_path)) and not inspect_report(tmp_path, False)["scales"]["checked"]
 
 
-def test_batches_change_nothing(tmp_path, monkeypatch):
+def test_batch_size_does_not_matter(tmp_path, monkeypatch):
     scales = {f"l{i}": row(0.0 if i % 3 else 0.5) for i in range(20)}
     whole = inspect_report(fp8(tmp_path, scales))["scales"]
     for size in (1, 33, 100):

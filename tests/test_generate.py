@@ -1,4 +1,4 @@
-"""Greedy text: Bitline's own loop beside transformers', for every family of model that it is used for."""
+"""Greedy decoding: Bitline's loop against transformers' generate, for every model family that uses it."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from bitline.model import generate as module
 IDS = torch.tensor([[1, 5, 9, 33]])
 
 
-class Words:
-    """A tokenizer whose text is the numbers."""
+class IdTokenizer:
+    """A tokenizer whose text is the token ids."""
 
     eos_token_id = 2
 
@@ -20,11 +20,11 @@ class Words:
 
 
 def both(model, monkeypatch, **options):
-    """Our loop's result, and transformers'."""
+    """Generate with Bitline's loop, then with transformers'."""
     assert module._is_plain_greedy(model)
-    ours = module.generate(model, Words(), IDS, **options)
+    ours = module.generate(model, IdTokenizer(), IDS, **options)
     monkeypatch.setattr(module, "_is_plain_greedy", lambda _model: False)
-    return ours, module.generate(model, Words(), IDS, **options)
+    return ours, module.generate(model, IdTokenizer(), IDS, **options)
 
 
 def family(name):
@@ -42,23 +42,23 @@ def family(name):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2"])
 @pytest.mark.parametrize("stop", [True, False])
-def test_same_tokens_as_transformers_loop(name, stop, monkeypatch):
+def test_same_tokens_as_transformers(name, stop, monkeypatch):
     ours, theirs = both(family(name), monkeypatch, max_new_tokens=20, stop=stop)
     assert ours.token_ids == theirs.token_ids and ours.text == theirs.text and ours.new_tokens == theirs.new_tokens
     assert stop or ours.new_tokens == 20
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_it_ends_where_the_model_ends(several, monkeypatch):
+def test_stops_at_eos(several, monkeypatch):
     model = tiny.llama()
-    first = module.generate(model, Words(), IDS, max_new_tokens=12, stop=False).token_ids
+    first = module.generate(model, IdTokenizer(), IDS, max_new_tokens=12, stop=False).token_ids
     stops = [first[3], 99] if several else first[3]
     model.generation_config.eos_token_id = stops
     ours, theirs = both(model, monkeypatch, max_new_tokens=12)
     assert ours.token_ids == theirs.token_ids and len(ours.token_ids) <= 4 and ours.token_ids[-1] == first[3]
 
 
-def test_pieces_are_handed_over_as_they_come(monkeypatch):
+def test_text_is_streamed(monkeypatch):
     pieces = []
     ours, theirs = both(tiny.llama(), monkeypatch, max_new_tokens=6, stop=False, on_text=pieces.append)
     text = "".join(pieces)
@@ -68,17 +68,17 @@ def test_pieces_are_handed_over_as_they_come(monkeypatch):
 @pytest.mark.parametrize(
     "change", [{"repetition_penalty": 1.3}, {"cache_implementation": "static"}, {"suppress_tokens": [3]}, {"use_cache": False}]
 )
-def test_what_a_generation_config_asks_for_is_left_to_transformers(change):
+def test_other_generation_options_use_transformers(change):
     model = tiny.llama()
     for name, value in change.items():
         setattr(model.generation_config, name, value)
     assert not module._is_plain_greedy(model)
-    assert module.generate(model, Words(), IDS, max_new_tokens=3, stop=False).new_tokens == 3
+    assert module.generate(model, IdTokenizer(), IDS, max_new_tokens=3, stop=False).new_tokens == 3
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_outputs_that_are_no_numbers(bad):
+def test_nonfinite_logits(bad):
     model = tiny.llama()
     model.lm_head.weight.data[7] = bad
     with pytest.raises(InputError, match="NaN or infinite"):
-        module.generate(model, Words(), IDS, max_new_tokens=3)
+        module.generate(model, IdTokenizer(), IDS, max_new_tokens=3)

@@ -1,4 +1,4 @@
-"""load_model: the right weights in the right places, or an error that says which are not."""
+"""load_model: every weight in the right module, or an error that names the one that is not."""
 
 import copy
 import json
@@ -97,7 +97,7 @@ def test_compiles_as_one_graph_with_one_operator_per_layer(tmp_path):
     assert set(counts) == {7}
 
 
-def test_layers_can_be_read_again_and_reloaded(tmp_path):
+def test_layers_are_read_again_and_reloaded(tmp_path):
     folder, _ = compressed(tmp_path, llama())
     model = bitline.load_model(folder, dtype=torch.float32)
     before = logits(model)
@@ -122,7 +122,7 @@ def test_sharded_index(tmp_path):
     assert torch.equal(logits(model), logits(dense))
 
 
-def test_a_packed_model_is_not_saved_without_its_layers(tmp_path):
+def test_a_packed_model_cannot_be_saved(tmp_path):
     folder, _ = compressed(tmp_path / "in", llama())
     model = bitline.load_model(folder)
     with pytest.raises(bitline.BitlineError, match="cannot be saved"):
@@ -182,7 +182,7 @@ def test_unused_tensor_is_logged(tmp_path, caplog):
         ({"hidden_act": "no_such_act"}, "causal language model|configuration"),
     ],
 )
-def test_config_that_does_not_belong(tmp_path, change, message):
+def test_config_of_another_model(tmp_path, change, message):
     folder, _ = compressed(tmp_path, llama(), config=change)
     with pytest.raises(bitline.CheckpointError, match=message):
         bitline.load_model(folder)
@@ -206,7 +206,7 @@ def test_quantized_tensors_without_a_config_are_an_error(tmp_path):
         bitline.load_model(folder)
 
 
-def test_device_that_is_not_here(tmp_path):
+def test_unavailable_device(tmp_path):
     folder, _ = compressed(tmp_path, llama())
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -245,7 +245,7 @@ def test_two_threads_load_two_dtypes(tmp_path):
         assert logits(models[i]).isfinite().all()
 
 
-def test_ids_outside_a_quantized_table_are_refused():
+def test_ids_out_of_range_are_refused():
     table = QuantEmbedding(bitline.quantize(torch.randn(20, 64), "W4A16", group_size=32), torch.float32, "cpu")
     for ids in (-1, 20, -100):
         with pytest.raises(bitline.InputError, match=r"expected 0\.\.19"):
@@ -253,20 +253,20 @@ def test_ids_outside_a_quantized_table_are_refused():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.int8])
-def test_a_dtype_that_is_none(tmp_path, dtype):
+def test_invalid_dtype(tmp_path, dtype):
     folder, _ = compressed(tmp_path, llama())
     with pytest.raises(bitline.InputError, match="dtype"):
         bitline.load_model(folder, dtype=dtype)
 
 
 @pytest.mark.parametrize("device", ["bogus", "xpu"])
-def test_a_device_that_is_none(tmp_path, device):
+def test_invalid_device(tmp_path, device):
     folder, _ = compressed(tmp_path, llama())
     with pytest.raises(bitline.PlatformError):
         bitline.load_model(folder, device=device)
 
 
-def test_what_transformers_may_not_do_with_packed_layers(tmp_path):
+def test_transformers_methods_disabled_by_packed_layers(tmp_path):
     folder, dense = compressed(tmp_path, llama(tie_word_embeddings=True))
     model = bitline.load_model(folder, dtype=torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel"))
     with pytest.raises(bitline.BitlineError, match="embeddings resized"):

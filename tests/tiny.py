@@ -1,4 +1,4 @@
-"""Tiny models and the checkpoints that tests make of them, written by code that shares nothing with the readers."""
+"""Tiny models, and checkpoints of them written without the readers' code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def llama(**changes: Any) -> Any:
 def compressed(
     folder: Path, model: Any, *, group: int = 32, skip: tuple[str, ...] = ("lm_head",), config: dict[str, Any] | None = None
 ) -> tuple[Path, Any]:
-    """Write a model as compressed-tensors W4A16 and give it the dequantized weights. -> (folder, the same model)."""
+    """Write a model as compressed-tensors W4A16 and set its weights to the dequantized ones. -> (folder, model)."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     done = set()
@@ -57,7 +57,7 @@ def compressed(
 
 
 def rewrite(folder: Path, change: Any) -> Path:
-    """Load all tensors of a folder, let `change` edit the dict, write them back."""
+    """Edit the tensors of a folder: `change` mutates their dict."""
     from safetensors.torch import load_file
 
     tensors = load_file(folder / "model.safetensors")
