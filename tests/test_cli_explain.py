@@ -129,9 +129,9 @@ def test_ranks_with_different_kernels_are_listed():
     made = report(MIXED, "cuda:sm90", tp=3)
     for key in {(p["example"], p["cut"]) for p in made["plans"]}:
         assert sorted(r for p in made["plans"] if (p["example"], p["cut"]) == key for r in p["ranks"]) == [0, 1, 2]
-    said = text(made, 120)
-    assert "N/3 " in said and "K/3 rank 0" in said and "K/3 ranks 1-2" in said
-    assert re.search(r"faster, but GluonHopper \(256×171\): groups of 64 columns, cut at 42", said)
+    shown = text(made, 120)
+    assert "N/3 " in shown and "K/3 rank 0" in shown and "K/3 ranks 1-2" in shown
+    assert re.search(r"faster, but GluonHopper \(256×171\): scale blocks of 64 columns, offset by 42", shown)
     assert explain_table.rank_spans([0, 2, 3, 4, 7]) == "0, 2-4, 7"
 
 
