@@ -1,10 +1,10 @@
-"""The default model end to end: Bitline beside transformers with the same file dequantized, in one run.
+"""End-to-end benchmark of the packaged model: Bitline against transformers with the same file dequantized.
 
     python benchmarks/end_to_end.py [--device cuda] [--out benchmarks/results/NAME.json]
 
-Three parts. Same text: greedy text for 64 tokens on five prompts in float32 and bfloat16, and the largest difference of
-any logit along transformers' own greedy path. Speed: decode tokens/s and time to first token, the two models'
-generations interleaved, medians; `decode.py` times other engines too. Memory: bytes of all weights as held.
+Text: 64 greedy tokens on five prompts in float32 and bfloat16, and the largest logit difference along transformers' greedy
+path. Speed: decode tokens/s and time to first token, medians of interleaved generations; `decode.py` times other engines too.
+Memory: bytes of all weights.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def speed(ours: Any, theirs: Any, tokenizer: Any, rounds: int, tokens: int) -> d
             found[name].append(generate(model, tokenizer, ids, max_new_tokens=tokens, stop=False))
     out = {}
     for name, runs in found.items():
-        runs = runs[1:]  # the first warms up
+        runs = runs[1:]  # the first is warm-up
         out[name] = {
             "decode_tokens_per_second": statistics.median(r.decode_tokens_per_second for r in runs),
             "best_decode_tokens_per_second": max(r.decode_tokens_per_second for r in runs),
@@ -78,7 +78,7 @@ def speed(ours: Any, theirs: Any, tokenizer: Any, rounds: int, tokens: int) -> d
 
 
 def compiled_speed(ours: Any, theirs: Any, tokenizer: Any, rounds: int, tokens: int) -> dict[str, Any]:
-    """Decode with a static cache, whose step transformers compiles and records as CUDA graphs: no Python between kernels."""
+    """Decode with a static cache, whose step transformers compiles into CUDA graphs."""
     for model in (ours, theirs):
         model.generation_config.cache_implementation = "static"
     found = speed(ours, theirs, tokenizer, rounds, tokens)

@@ -1,9 +1,9 @@
-"""Peak memory of loading a model: a synthetic Llama checkpoint of about a billion weights, and the packaged model.
+"""Peak memory of load_model: a synthetic Llama checkpoint of about a billion weights, and the packaged model.
 
     python benchmarks/load_memory.py --out benchmarks/results/NAME.json
 
-The promise is peak below packed model + largest layer + 200 MB. The peak is the process's resident set (VmHWM, reset
-before loading) less what it was after imports; file pages that are still mapped count.
+The limit is the packed model + its largest layer + 200 MB. The peak is the process's maximum resident set (VmHWM, reset before
+loading) minus its resident set after imports; mapped file pages count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bitline.model import packaged
 
 
 def synthesize(folder: Path, layers: int, hidden: int, inner: int, vocabulary: int = 32000) -> Path:
-    """A W4A16 g128 compressed-tensors Llama with random codes, written shard by shard."""
+    """Write a compressed-tensors W4A16 g128 Llama with random codes, one shard per decoder layer."""
     from safetensors.torch import save_file
 
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}

@@ -1,9 +1,9 @@
-"""What a call of QuantLinear costs the host over its kernel, beside torch's own operator, and the first call of a process.
+"""Host overhead of a QuantLinear call over its kernel, beside F.linear, and the first call in a process.
 
     python benchmarks/overhead.py --out benchmarks/results/NAME.json
     python benchmarks/overhead.py --device cuda --shapes 1024x1024 --rows 1,16,17,64,300 --out benchmarks/results/NAME.json
 
-On a GPU only the time until the call returns is taken: what is launched is waited for between the rounds.
+On a GPU only the time until the call returns counts: the device is synchronized between rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bitline.linear import OP
 def interleaved(
     calls: dict[str, Callable[[], Any]], wait: Callable[[], Any], rounds: int = 200, repeat: int = 50
 ) -> dict[str, float]:
-    """Microseconds per call: the median over rounds in which every call takes its turn."""
+    """Microseconds per call, the median over rounds that run every call in turn."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -42,12 +42,12 @@ def interleaved(
     return {name: round(statistics.median(values), 2) for name, values in times.items()}
 
 
-def measure(n: int, k: int, rows: list[int], device: str) -> list[dict[str, Any]]:
+def measure(n: int, k: int, batch_sizes: list[int], device: str) -> list[dict[str, Any]]:
     w = torch.randn(n, k).to(device, torch.bfloat16)
     layer = bitline.QuantLinear(bitline.quantize(w, "W4A16", group_size=32 if device == "cpu" else 128))
     apply, packed, spec = layer.choice.kernel.apply, layer._packed, layer.spec
     found = []
-    for m in rows:
+    for m in batch_sizes:
         x = torch.randn(m, k).to(device, torch.bfloat16)
         batch = x.view(1, m, k)
         with torch.inference_mode():
@@ -91,7 +91,7 @@ print(json.dumps(seconds))
 
 
 def first_call(device: str, n: int, k: int) -> list[dict[str, float]]:
-    """Milliseconds of each step in fresh processes: the first has an empty cache of Triton's, the others what it left."""
+    """Milliseconds of each step in three fresh processes: the first with an empty Triton cache, the others with its cache."""
     command = [sys.executable, "-c", FIRST, device, str(n), str(k), "32" if device == "cpu" else "128"]
     found = []
     with tempfile.TemporaryDirectory() as cache:
@@ -107,15 +107,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shapes", default="64x64,576x576")
-    parser.add_argument("--rows", default="1")
-    parser.add_argument("--first", default="", help="N x K of the layer whose first call in a process is timed")
+    parser.add_argument("--rows", default="1", help="batch sizes (M)")
+    parser.add_argument("--first", default="", help="NxK of the layer whose first call in a process is timed")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows = [int(m) for m in options.rows.split(",")]
+    batch_sizes = [int(m) for m in options.rows.split(",")]
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     report: dict[str, Any] = {"machine": machine(options.device)}
-    report["rows"] = [row for n, k in shapes for row in measure(n, k, rows, options.device)]
+    report["rows"] = [row for n, k in shapes for row in measure(n, k, batch_sizes, options.device)]
     if options.first:
         report["first_call_ms"] = first_call(options.device, *map(int, options.first.split("x")))
     if options.out:
