@@ -1,10 +1,10 @@
-"""How long `bitline inspect` takes on big models: headers of real size, data that is a hole in the file.
+"""Time of `bitline inspect` on large models: headers of real size, tensor data as holes in sparse files.
 
     python benchmarks/inspect_speed.py --out benchmarks/results/NAME.json
 
-Synthetic folders in the temporary directory: shards with complete headers and side tensors (g_idx, shapes), whose codes
-and scales were never written, so that a file of 40 GB takes no room. Seconds are those of `bitline inspect` in a fresh
-process from the end of torch's import to the last line, the median of several processes; files are in the page cache.
+The checkpoints are synthetic, in the temporary directory: shards with complete headers and the small tensors that readers look
+at (g_idx, weight_shape). Codes and scales are never written, so a file of 40 GB takes no disk space. Seconds are the median over
+several processes, from the end of torch's import to the last line of output; files are in the page cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,42 +28,43 @@ LLAMA_70B = {
     "self_attn.o_proj": (8192, 8192), "mlp.gate_proj": (28672, 8192), "mlp.up_proj": (28672, 8192),
     "mlp.down_proj": (8192, 28672),
 }  # fmt: skip
-ITEM = {"I32": 4, "I64": 8, "F16": 2, "BF16": 2, "F32": 4, "F8_E4M3": 1}
+ITEMSIZE = {"I32": 4, "I64": 8, "F16": 2, "BF16": 2, "F32": 4, "F8_E4M3": 1}
 
-Tensors = Iterator[tuple[str, str, tuple[int, ...], torch.Tensor | None]]  # name, dtype, shape, data where it is written
-
-
-def gptq(base: str, n: int, k: int) -> Tensors:
-    yield f"{base}.qweight", "I32", (k // 8, n), None
-    yield f"{base}.qzeros", "I32", (k // 128, n // 8), None
-    yield f"{base}.scales", "F16", (k // 128, n), None
-    yield f"{base}.g_idx", "I32", (k,), torch.arange(k, dtype=torch.int32) // 128
+Tensors = Iterator[tuple[str, str, tuple[int, ...], torch.Tensor | None]]  # name, dtype, shape, data or None for a hole
+LinearTensors = Callable[[str, int, int], Tensors]  # of a module's name, N and K
 
 
-def packed(base: str, n: int, k: int) -> Tensors:
-    yield f"{base}.weight_packed", "I32", (n, k // 8), None
-    yield f"{base}.weight_scale", "BF16", (n, k // 128), None
-    yield f"{base}.weight_shape", "I64", (2,), torch.tensor([n, k])
+def gptq(module: str, n: int, k: int) -> Tensors:
+    yield f"{module}.qweight", "I32", (k // 8, n), None
+    yield f"{module}.qzeros", "I32", (k // 128, n // 8), None
+    yield f"{module}.scales", "F16", (k // 128, n), None
+    yield f"{module}.g_idx", "I32", (k,), torch.arange(k, dtype=torch.int32) // 128
 
 
-def fp8(base: str, n: int, k: int) -> Tensors:
-    yield f"{base}.weight", "F8_E4M3", (n, k), None
-    yield f"{base}.weight_scale_inv", "F32", (-(-n // 128), -(-k // 128)), None
+def packed(module: str, n: int, k: int) -> Tensors:
+    yield f"{module}.weight_packed", "I32", (n, k // 8), None
+    yield f"{module}.weight_scale", "BF16", (n, k // 128), None
+    yield f"{module}.weight_shape", "I64", (2,), torch.tensor([n, k])
 
 
-def llama(make: Any, layers: int) -> Tensors:
+def fp8(module: str, n: int, k: int) -> Tensors:
+    yield f"{module}.weight", "F8_E4M3", (n, k), None
+    yield f"{module}.weight_scale_inv", "F32", (-(-n // 128), -(-k // 128)), None
+
+
+def llama(linear: LinearTensors, layers: int) -> Tensors:
     for i in range(layers):
         for module, (n, k) in LLAMA_70B.items():
-            yield from make(f"model.layers.{i}.{module}", n, k)
+            yield from linear(f"model.layers.{i}.{module}", n, k)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"model.layers.{i}.{norm}.weight", "BF16", (8192,), None
 
 
-def experts(make: Any, layers: int, count: int) -> Tensors:
+def experts(linear: LinearTensors, layers: int, count: int) -> Tensors:
     for i in range(layers):
         for e in range(count):
             for name, shape in (("gate_proj", (2048, 7168)), ("up_proj", (2048, 7168)), ("down_proj", (7168, 2048))):
-                yield from make(f"model.layers.{i}.mlp.experts.{e}.{name}", *shape)
+                yield from linear(f"model.layers.{i}.mlp.experts.{e}.{name}", *shape)
 
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
@@ -82,29 +83,29 @@ MODELS = {
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors, shards: int) -> int:
-    """A checkpoint folder with holes for data; the number of tensors."""
+    """Write a sparse checkpoint folder. Returns the number of tensors."""
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
-    everything = list(tensors)
+    listed = list(tensors)
     index = {}
     for s in range(shards):
-        part = everything[len(everything) * s // shards : len(everything) * (s + 1) // shards]
-        name, at, header = f"model-{s + 1:05}-of-{shards:05}.safetensors", 0, {}
-        for tensor, dtype, shape, _ in part:
-            size = ITEM[dtype] * torch.Size(shape).numel()
-            header[tensor] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
-            at += size
+        shard = listed[len(listed) * s // shards : len(listed) * (s + 1) // shards]
+        name, offset, header = f"model-{s + 1:05}-of-{shards:05}.safetensors", 0, {}
+        for tensor, dtype, shape, _ in shard:
+            size = ITEMSIZE[dtype] * torch.Size(shape).numel()
+            header[tensor] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+            offset += size
         raw = json.dumps(header).encode()
         raw += b" " * (-len(raw) % 8)
         with (folder / name).open("wb") as file:
             file.write(len(raw).to_bytes(8, "little") + raw)
-            for tensor, _, _, data in part:
+            for tensor, _, _, data in shard:
                 if data is not None:
                     file.seek(8 + len(raw) + header[tensor]["data_offsets"][0])
                     file.write(data.numpy().tobytes())
-            file.truncate(8 + len(raw) + at)
+            file.truncate(8 + len(raw) + offset)
         index |= dict.fromkeys(header, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return len(everything)
+    return len(listed)
 
 
 CHILD = """
@@ -118,14 +119,14 @@ print(time.perf_counter() - started, file=sys.stderr)
 
 
 def measure(folder: Path, repeats: int) -> dict[str, Any]:
-    """Seconds of the command after torch's import, and of the whole process as a shell sees it."""
-    after, whole = [], []
+    """Median seconds of the command after torch's import, and of the process from start to exit."""
+    command, process = [], []
     for _ in range(repeats):
         started = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", CHILD, str(folder)], capture_output=True, text=True, check=True)
-        whole.append(time.perf_counter() - started)
-        after.append(float(done.stderr.splitlines()[-1]))
-    return {"seconds": statistics.median(after), "process_seconds": statistics.median(whole)}
+        process.append(time.perf_counter() - started)
+        command.append(float(done.stderr.splitlines()[-1]))
+    return {"seconds": statistics.median(command), "process_seconds": statistics.median(process)}
 
 
 def main() -> None:

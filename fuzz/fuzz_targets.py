@@ -142,12 +142,12 @@ def weights(data: bytes) -> bool:
     packed = json.dumps(header).encode()
     replace_file(folder / "model.safetensors", struct.pack("<Q", len(packed)) + packed + content)
     replace_file(folder / "config.json", text or json.dumps({"quantization_config": quantization}).encode())
-    if _slow(text):
+    if _has_many_quantifiers(text):
         return read(folder, weights=False)
     return read(folder, weights=True)
 
 
-def _slow(text: bytes) -> bool:
+def _has_many_quantifiers(text: bytes) -> bool:
     """Whether the oracle, which uses Python's `re`, may take too long."""
     return text.count(b"*") + text.count(b"+") + text.count(b"{1") > 8
 

@@ -44,7 +44,7 @@ def measure(path: Path) -> tuple[int, int, int, int]:
 
 def main() -> None:
     bitstream.ROW_CHUNK_BYTES = 1 << 12  # small chunks, so that other allocations show
-    mapped_file.SMALL = 0  # map every tensor, since mappings are not allocations
+    mapped_file.MAX_READ_BYTES = 0  # map every tensor, since mappings are not allocations
     with profile(activities=[ProfilerActivity.CPU]):
         pass  # the first profile imports modules
     for base in FAMILIES:

@@ -74,16 +74,17 @@ _ROWS = 6400 * 6400 // 64
 sparse("hqq-groups-across-the-rows", "would take more memory", suffix="W_q", config=hqq()[1], tensors=_HQQ | {
     "W_q": (U8, (32, _ROWS)), "scale": (F16, (1, _ROWS)), "zero": (F16, (1, _ROWS)), "shape": torch.tensor([6400, 6400]),
     "axis": torch.tensor(0).int(), "group_size": torch.tensor(64).int()})  # fmt: skip
-for _what, _made, _codes in (("gptq", gptq()[1], "qweight"), ("packed", packed()[1], "weight_packed")):
+for _what, _made, _codes_name in (("gptq", gptq()[1], "qweight"), ("packed", packed()[1], "weight_packed")):
     _k = 20 * M
-    _words = (_k // 8, 1) if _what == "gptq" else (1, _k // 8)
-    _order = "g_idx" if _what == "gptq" else "weight_g_idx"
+    _codes_shape = (_k // 8, 1) if _what == "gptq" else (1, _k // 8)
+    _g_idx = "g_idx" if _what == "gptq" else "weight_g_idx"
     _rest: dict[str, Any] = {"scales": (F16, (1, 1)), "qzeros": (I32, (1, 1))}
     if _what == "packed":
         _rest = {"weight_scale": (F16, (1, 1)), "weight_shape": torch.tensor([1, _k])}
         _made = group({"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}, format="pack-quantized")
-    sparse(f"{_what}-order-of-20-million-columns", "more columns than any layer", suffix=_order,
-           config=_made | {"group_size": -1}, tensors={_codes: (I32, _words), _order: (I32, (_k,))} | _rest)  # fmt: skip
+    sparse(f"{_what}-order-of-20-million-columns", "more columns than any layer", suffix=_g_idx,
+           config=_made | {"group_size": -1},
+           tensors={_codes_name: (I32, _codes_shape), _g_idx: (I32, (_k,))} | _rest)  # fmt: skip
 for _name, _shape in (("empty", (10**9, 0, 1)), ("of-one-weight", (20 * M, 1, 1))):
     sparse(f"fp8-stack-of-experts-{_name}", "more experts|not the matrix|fit", config=fp8()[1],
            tensors={"weight": (FP8, _shape), "weight_scale": (F32, (_shape[0], 1, 1))} if _name != "empty" else

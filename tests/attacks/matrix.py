@@ -305,7 +305,7 @@ def _shard_cases(base: str, tensors: Tensors, config: dict[str, Any]) -> Iterato
 
         return Case(f"{base}/shards/{name}", build, refused, not name.endswith(("shard-config", "shard-long")))
 
-    yield case("as-they-should-be", valid, refused=False)
+    yield case("valid", valid, refused=False)
     for name in names:
         short = name.rpartition("mlp.")[2]
         shards = {s: [n for n in names if valid[n] == s] for s in sorted(set(valid.values()))}

@@ -28,7 +28,7 @@ def attacks(kind: str) -> Iterator[Case]:
 
         return Case(f"gguf-{kind}/{name}", build, refused)
 
-    yield case("as-it-should-be", [entry(_W, [_K, _N], number, 0)], refused=False)
+    yield case("valid", [entry(_W, [_K, _N], number, 0)], refused=False)
     for what, dims in {
         "columns-0": [0, _N], "rows-0": [_K, 0], "columns-2^40": [1 << 40, _N], "rows-2^40": [_K, 1 << 40], "2^62": [1 << 62, 4],
         "2^63": [1 << 63, 2], "wraps": [1 << 32, 1 << 32], "none": [], "half-a-block": [_K - 1, _N],

@@ -47,8 +47,12 @@ def mutate_json(value: Any, rng: random.Random) -> Any:
         return changed
     if isinstance(value, list) and value and rng.random() < 0.7:
         at = rng.randrange(len(value))
-        how = rng.randrange(3)
-        return value[:at] + ([mutate_json(value[at], rng)] if how == 0 else [value[at]] * 2 if how == 1 else []) + value[at + 1 :]
+        operation = rng.randrange(3)
+        return (
+            value[:at]
+            + ([mutate_json(value[at], rng)] if operation == 0 else [value[at]] * 2 if operation == 1 else [])
+            + value[at + 1 :]
+        )
     if type(value) is int and rng.random() < 0.4:
         return value + rng.choice([-1, 1, 8, -8, value, -2 * value, 1 << rng.randrange(70)])
     return rng.choice(VALUES)
@@ -61,16 +65,16 @@ def corrupt_bytes(raw: bytes, rng: random.Random, end: int | None = None) -> byt
         if not out:
             break
         at = rng.randrange(max(1, min(end or len(out), len(out))))
-        how = rng.randrange(7)
-        if how <= 1:
+        operation = rng.randrange(7)
+        if operation <= 1:
             out[at] ^= 1 << rng.randrange(8)
-        elif how == 2:
+        elif operation == 2:
             del out[at : at + rng.choice([1, 2, 8, 40])]
-        elif how == 3:
+        elif operation == 3:
             out[at:at] = rng.choice(TEXTS)
-        elif how == 4:
+        elif operation == 4:
             del out[at:]
-        elif how == 5:
+        elif operation == 5:
             out[at : at + 4] = struct.pack("<I", rng.choice([0, 1, 0xFFFFFFFF, 1 << 31, rng.getrandbits(32)]))
         else:
             other = rng.randrange(len(out))
@@ -83,15 +87,15 @@ def overwrite_bytes(raw: bytes, rng: random.Random, begin: int = 0, step: int = 
     out, size = bytearray(raw), len(raw) - begin
     for _ in range(rng.choice([1, 1, 2, 4, 30]) if size > 0 else 0):
         at = begin + rng.randrange(size) // step * step
-        how = rng.randrange(5)
-        if how == 0:
+        operation = rng.randrange(5)
+        if operation == 0:
             out[at] ^= 1 << rng.randrange(8)
-        elif how == 1:
+        elif operation == 1:
             out[at] = rng.randrange(256)
-        elif how == 2:
+        elif operation == 2:
             new = rng.choice(SPECIAL_BYTES)[: len(out) - at]
             out[at : at + len(new)] = new
-        elif how == 3:
+        elif operation == 3:
             run = min(rng.choice([4, 16, 64, size]), len(out) - at)
             out[at : at + run] = rng.choice([b"\x00", b"\xff", b"\x3c", b"\x88"]) * run
         else:
@@ -111,27 +115,27 @@ def mutate_tensors(tensors: dict[str, Any], rng: random.Random) -> dict[str, Any
     out = dict(tensors)
     name = rng.choice([key for key in out if key != "__metadata__"])
     tensor = out[name]
-    how = rng.randrange(8)
-    if how == 0:
+    operation = rng.randrange(8)
+    if operation == 0:
         del out[name]
-    elif how == 1:
+    elif operation == 1:
         del out[name]
         base, _, suffix = name.rpartition(".")
         other = rng.choice([key.rpartition(".")[2] for key in tensors] + [suffix.upper(), suffix + "_inv", suffix[:-1], "weight"])
         out[rng.choice([f"{base}.{other}", f"{base}x.{suffix}", suffix, f".{suffix}", f"{name}.{suffix}"])] = tensor
-    elif how == 2:
+    elif operation == 2:
         suffix = rng.choice(["weight", "bias", "g_idx", "qzeros", "scale", "zero", "input_scale"])
         out[f"{name.rpartition('.')[0]}.{suffix}"] = tensor
-    elif how == 3:
+    elif operation == 3:
         other = rng.choice([key for key in out if key != "__metadata__"])
         out[name], out[other] = out[other], out[name]
-    elif how == 4:
+    elif operation == 4:
         out[name] = reshaped(tensor, rng)
-    elif how == 5:
+    elif operation == 5:
         dim = rng.randrange(max(1, tensor.dim()))
         cut = rng.choice([0, 1, tensor.shape[dim] - 1, tensor.shape[dim] // 2]) if tensor.dim() else 0
         out[name] = tensor.narrow(dim, 0, max(0, cut)).contiguous() if tensor.dim() else torch.zeros(0, dtype=tensor.dtype)
-    elif how == 6:
+    elif operation == 6:
         if tensor.dim():
             dim = rng.randrange(tensor.dim())
             out[name] = _joined(tensor, rng.choice([tensor, tensor.narrow(dim, 0, min(1, tensor.shape[dim]))]), dim)
@@ -151,12 +155,12 @@ def mutate_tensors(tensors: dict[str, Any], rng: random.Random) -> dict[str, Any
 def reshaped(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
     """The same values in another shape."""
     count = tensor.numel()
-    how = rng.randrange(5)
-    if how == 0:
+    operation = rng.randrange(5)
+    if operation == 0:
         return tensor.reshape(-1)
-    if how == 1:
+    if operation == 1:
         return tensor.unsqueeze(rng.randrange(tensor.dim() + 1))
-    if how == 2 and tensor.dim() == 2:
+    if operation == 2 and tensor.dim() == 2:
         return tensor.t().contiguous()
     rows = rng.choice([size for size in (1, 2, 4, 8, 16, 32, 64, count) if size and count % size == 0] or [1])
     return tensor.reshape(rows, -1) if count else tensor.reshape(0, 3)

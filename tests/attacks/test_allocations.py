@@ -13,7 +13,7 @@ import bases_more  # noqa: F401  (its families are among the bases once it is im
 import corpus_float  # noqa: F401
 from bases import FAMILIES
 
-SPARE = 80 << 10  # bytes: chunks of 4 KB and their intermediates, and headers
+MARGIN = 80 << 10  # bytes: chunks of 4 KB and their intermediates, and headers
 
 
 def test_no_allocation_is_larger_than_the_file_and_the_weight():
@@ -25,5 +25,5 @@ def test_no_allocation_is_larger_than_the_file_and_the_weight():
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert sorted(name for name, *_ in lines) == sorted([*FAMILIES, *(f"gguf-{kind}" for kind in bases_gguf.TYPES)])
-    assert not [line for line in lines if line[3] > max(line[1], line[2]) + SPARE], "tensors"
-    assert not [line for line in lines if line[4] > line[1] + SPARE], "Python"
+    assert not [line for line in lines if line[3] > max(line[1], line[2]) + MARGIN], "tensors"
+    assert not [line for line in lines if line[4] > line[1] + MARGIN], "Python"

@@ -1,4 +1,4 @@
-"""Every named attack: the right refusal, no code run, no state left behind. README.md has the promises."""
+"""Every named attack: the right refusal, no code run, no state left behind. README.md lists what is tested."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def use(path: Path, model: bool, oracle: bool = True) -> None:
 
 
 def check_attack(attack: Attack, folder: Path) -> None:
-    """Check one attack against the promises."""
+    """Check the outcome of one attack."""
     path = attack.build(folder)
     try:
         use(path, attack.model, "endless" not in attack.name)

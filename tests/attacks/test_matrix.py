@@ -51,7 +51,7 @@ def test_gguf(ggml, step):
     assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:20])
 
 
-def test_the_attacks_can_be_written_to_look_at(tmp_path):
+def test_write_corpus_writes_checkpoints(tmp_path):
     script = Path(__file__).with_name("write_corpus.py")
     pattern = "^gptq/tensor/up_proj.g_idx/|^gguf-Q4_K/dims|^file-"
     done = subprocess.run([sys.executable, script, tmp_path, pattern], capture_output=True, text=True, check=True)

@@ -1,7 +1,7 @@
 """Seeded mutations of valid checkpoints of every family: the right weight, or an error that says where. See README.md.
 
-BITLINE_TEST_MUTATIONS is how many there are, 50,000 by default, of which `make test` makes a tenth; BITLINE_TEST_SEED, any text,
-makes others of them.
+BITLINE_TEST_MUTATIONS is how many there are, 50,000 by default, of which `make test` runs a tenth; BITLINE_TEST_SEED, any text,
+selects others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _has_header(raw: bytes) -> bool:
     return length <= len(raw) - 8 and _is_object(raw[8 : 8 + length])
 
 
-def test_there_are_as_many_as_promised():
+def test_number_of_mutations():
     assert EACH * (len(KINDS) * len(FAMILIES) + len(GGUF_KINDS) * len(bases_gguf.TYPES)) >= TOTAL
 
 
@@ -116,7 +116,7 @@ def gguf_cases(ggml: str, kind: str, folder: Path, rounds: int) -> Iterator[Case
 @pytest.mark.parametrize("base", FAMILIES)
 def test_safetensors(base, kind, rounds):
     with temporary_folder() as folder, time_limit():
-        loaded = sum(check_mutation(path, **promised) for path, promised in safetensors_cases(base, kind, folder, rounds))
+        loaded = sum(check_mutation(path, **expected) for path, expected in safetensors_cases(base, kind, folder, rounds))
     if rounds == EACH:
         assert loaded < EACH or kind in ("numbers", "index"), "no mutation did anything"
         assert loaded or kind != "numbers", "no mutation was valid"
@@ -127,7 +127,7 @@ def test_safetensors(base, kind, rounds):
 @pytest.mark.parametrize("ggml", bases_gguf.TYPES)
 def test_gguf(ggml, kind, rounds):
     with temporary_folder() as folder, time_limit():
-        loaded = sum(check_mutation(path, **promised) for path, promised in gguf_cases(ggml, kind, folder, rounds))
+        loaded = sum(check_mutation(path, **expected) for path, expected in gguf_cases(ggml, kind, folder, rounds))
     assert loaded or kind == "header" or rounds < EACH, "no mutation was valid"
 
 
@@ -144,7 +144,7 @@ def check_mutation(path: Path, *, located: bool, tensor: bool, exact: bool) -> b
 
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_gguf_models(rounds, tmp_path):
-    """A damaged header that still loads configures transformers: load_model keeps the promises there too."""
+    """A damaged header that still loads configures transformers: load_model has the same two outcomes."""
     entries, data = model_tensors()
     raw = gguf_bytes(PAIRS, entries, data)
     path = tmp_path / "model.gguf"

@@ -30,7 +30,7 @@ from bitline.formats.io import mapped_file
 from bitline.formats.io.safetensors_source import SafetensorsSource
 
 READING = [*sorted(Path(formats.__path__[0]).rglob("*.py")), Path(checkpoint.__file__)]
-SMALL = [attack for attack in ATTACKS if not (attack.model or attack.huge) and attack.name != "unreadable"]
+SMALL_ATTACKS = [attack for attack in ATTACKS if not (attack.model or attack.huge) and attack.name != "unreadable"]
 
 
 def read(path: Path) -> dict[str, bitline.QuantizedWeight]:
@@ -106,7 +106,7 @@ def test_an_exception_in_a_reader_is_a_checkpoint_error(at, error, tmp_path, mon
 @must(3)
 def test_an_error_says_where_and_what(tmp_path):
     errors = 0
-    for i, attack in enumerate(SMALL[::5]):
+    for i, attack in enumerate(SMALL_ATTACKS[::5]):
         folder = tmp_path / str(i)
         folder.mkdir()
         path = attack.build(folder)
@@ -121,7 +121,7 @@ def test_an_error_says_where_and_what(tmp_path):
 
 
 @must(4)
-@pytest.mark.parametrize("attack", [a for a in SMALL if "endless" in a.name or "pipe" in a.name], ids=lambda a: a.name)
+@pytest.mark.parametrize("attack", [a for a in SMALL_ATTACKS if "endless" in a.name or "pipe" in a.name], ids=lambda a: a.name)
 def test_reading_ends(attack, tmp_path):
     with time_limit(30):
         path = attack.build(tmp_path)
@@ -221,7 +221,7 @@ def test_headers_alone_tell_the_layers_of_a_gguf_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("small", [1 << 18, 0], ids=["read", "mapped"])
 @pytest.mark.parametrize("base", ["gptq", "packed", "fp8", "bnb4", "hqq", "mxfp4"])
 def test_files_are_never_written(base, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(mapped_file, "SMALL", small)
+    monkeypatch.setattr(mapped_file, "MAX_READ_BYTES", small)
     write(tmp_path, *FAMILIES[base]())
 
     def state():
@@ -242,7 +242,7 @@ def test_files_are_never_written(base, small, tmp_path, monkeypatch):
 def test_an_error_leaves_nothing_behind(tmp_path):
     good = write(tmp_path / "good" if (tmp_path / "good").mkdir() is None else tmp_path, *gptq())
     before = read(good)[LAYER].dequantize()
-    for i, attack in enumerate(SMALL[::40]):
+    for i, attack in enumerate(SMALL_ATTACKS[::40]):
         folder = tmp_path / str(i)
         folder.mkdir()
         path = attack.build(folder)

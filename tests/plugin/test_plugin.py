@@ -1,4 +1,4 @@
-"""A format is one file plus one fixture: in Bitline itself, and in an installed package of someone else's."""
+"""A format is one file plus one fixture: in Bitline itself, or in a third-party package that is installed."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from safetensors.torch import load_file
 opened = bitline.open_checkpoint(sys.argv[1])
 expected = load_file(sys.argv[1] + "/expected.safetensors")
 equal = {record.name: record.weight().dequantize().equal(expected[record.name]) for record in opened.layers()}
-plain = [record.name for record in bitline.open_checkpoint(sys.argv[2]).layers()]
-print(json.dumps([opened.format, equal, plain, discovery.plugin_failures]))
+unquantized = [record.name for record in bitline.open_checkpoint(sys.argv[2]).layers()]
+print(json.dumps([opened.format, equal, unquantized, discovery.plugin_failures]))
 """
 
 
-def install(package: Path, target: Path, scratch: Path) -> None:
-    """A package, really installed by pip, without network and without a build environment."""
-    shutil.copytree(package, scratch / package.name)  # building leaves files behind
+def install(package: Path, target: Path, build: Path) -> None:
+    """Install a package into target with pip, without network and without a build environment."""
+    shutil.copytree(package, build / package.name)  # building leaves files behind
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--no-build-isolation", "--target", target, scratch / package.name], check=True)
+    subprocess.run([*pip, "--no-build-isolation", "--target", target, build / package.name], check=True)
 
 
 def run(target: Path, *command: object) -> subprocess.CompletedProcess[str]:
-    """A program that sees what is installed in target."""
+    """Run Python with the packages that are installed in target."""
     paths = [str(target), *(p for p in sys.path if p)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=env, check=False)
 
 
-def plain(folder: Path) -> Path:
+def unquantized(folder: Path) -> Path:
     """A checkpoint that is not quantized."""
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
@@ -53,15 +53,15 @@ def plain(folder: Path) -> Path:
 
 def test_an_installed_package_adds_a_format(tmp_path):
     install(HERE / "toy", tmp_path / "site", tmp_path)
-    done = run(tmp_path / "site", "-c", READ, FIXTURE, plain(tmp_path / "plain"))
+    done = run(tmp_path / "site", "-c", READ, FIXTURE, unquantized(tmp_path / "unquantized"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["toy", {"model.layers.0.mlp.up_proj": True}, [], {}]
 
 
-def test_packages_that_fail_are_reported_and_harmless(tmp_path):
+def test_a_failing_plugin_is_reported_and_the_others_work(tmp_path):
     for package in ("toy", "broken"):
         install(HERE / package, tmp_path / "site", tmp_path)
-    done = run(tmp_path / "site", "-c", READ, FIXTURE, plain(tmp_path / "plain"))
+    done = run(tmp_path / "site", "-c", READ, FIXTURE, unquantized(tmp_path / "unquantized"))
     assert done.returncode == 0, done.stderr
     name, equal, dense, failures = json.loads(done.stdout)
     assert (name, equal, dense) == ("toy", {"model.layers.0.mlp.up_proj": True}, [])
@@ -71,8 +71,8 @@ def test_packages_that_fail_are_reported_and_harmless(tmp_path):
         assert re.search(rf"format plug-in {failed} \(broken_formats.*\) failed to", done.stderr)
 
 
-def test_one_file_in_the_package_is_a_built_in_format(tmp_path, monkeypatch):
-    """Nothing is registered anywhere: a module of bitline.formats with a READER is one."""
+def test_a_module_with_a_reader_is_a_built_in_format(tmp_path, monkeypatch):
+    """Any module below bitline.formats that has a READER is a built-in format."""
     source = (HERE / "toy" / "toy_format.py").read_text()
     (tmp_path / "toy.py").write_text(f"{source}\n\nREADER = ToyReader()\n")
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])

@@ -1,8 +1,8 @@
-"""Readers as no package should offer them."""
+"""Plug-ins with defects."""
 
 
 class Half:
-    """Lacks `layers`."""
+    """Has no `layers`."""
 
     name = "half"
 
@@ -11,7 +11,7 @@ class Half:
 
 
 class Trips:
-    """Trips over every checkpoint."""
+    """Fails in `matches`, for every checkpoint."""
 
     name = "trips"
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bitline.errors import CheckpointError
 
-# Up to this size a tensor is read: a page fault faults in more of the file, and takes longer, than its bytes do.
-SMALL = 1 << 18
+# Up to this size a tensor is read instead of mapped: page faults cost more than copying so few bytes.
+MAX_READ_BYTES = 1 << 18
 
 
 def map_bytes(path: Path, offset: int, nbytes: int, name: str) -> Tensor:
@@ -29,7 +29,7 @@ def map_bytes(path: Path, offset: int, nbytes: int, name: str) -> Tensor:
             if offset + nbytes > size:
                 raise CheckpointError("the file became shorter after it was opened", file=path, tensor=name,
                                       found=f"{size} bytes", expected=f"at least {offset + nbytes}")  # fmt: skip
-            if nbytes <= SMALL:
+            if nbytes <= MAX_READ_BYTES:
                 data = bytearray(nbytes)
                 file.seek(offset)
                 if file.readinto(data) == nbytes:
