@@ -20,7 +20,7 @@ def test_text(tmp_path):
     for text in (
         "uint4+zero g128",
         "uint5b16 g32",
-        "4-bit codes in 5 bits",
+        "4-bit codes as 5-bit",
         "every layer is bit-exact",
         "4 of 4",
         "no unquantized tensors",

@@ -211,13 +211,13 @@ def describe_changes(before: LinearSpec, after: LinearSpec) -> list[str]:
     """What re-encoding changed, for a report; an empty list where codes and scales were only repacked."""
     out = []
     if before.weight.bits != after.weight.bits:
-        out.append(f"{before.weight.bits}-bit codes in {after.weight.bits} bits")
+        out.append(f"{before.weight.bits}-bit codes as {after.weight.bits}-bit")
     names = {"none": "implicit zero point", "int": "zero points", "float": "offsets"}
     if before.zero != after.zero:
         out.append(f"{names[before.zero]} {'subtracted' if after.zero == 'none' else f'as {names[after.zero]}'}")
     if before.block != after.block:
         size = lambda s: "x".join(map(str, s.block)) if s.block[0] > 1 else str(s.block[1])
-        out.append(f"groups of {size(before)} split into {size(after)}")
+        out.append(f"groups of {size(before)} as {size(after)}")
     if before.scale_dtype != after.scale_dtype:
         out.append(f"{dtype_name(before.scale_dtype)} scales as {dtype_name(after.scale_dtype)}")
     if before.act != after.act:
