@@ -105,3 +105,17 @@ def test_formats_and_kernels_do_not_import_each_other():
         if {module.partition(".")[0], other.partition(".")[0]} == {"formats", "kernels"}
     ]
     assert not crossing, "\n".join(crossing)
+
+
+SHARED_BY_FORMATS = {"base", "common", "io", "quant_config"}
+
+
+def test_format_families_do_not_import_each_other():
+    """What two families need is in formats.base, formats.common, formats.io or formats.quant_config."""
+    crossing = []
+    for module, found in GRAPH.items():
+        family = module.split(".")[1:2]
+        others = (other for other in found if other.startswith("formats.") and other.split(".")[1] not in SHARED_BY_FORMATS)
+        if module.startswith("formats."):
+            crossing += [f"{module} imports {other}" for other in others if other.split(".")[1:2] != family]
+    assert not crossing, "\n".join(crossing)

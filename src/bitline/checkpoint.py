@@ -200,9 +200,9 @@ def _gguf_file(folder: Path) -> Path | None:
 def _find_reader(source: TensorSource) -> Reader | None:
     """The reader that matches the checkpoint, None where it is not quantized; else a CheckpointError says why."""
     config, file = find_quantization(source)
-    method, asked = str(config.get("quant_method", "")), []
+    method, names = str(config.get("quant_method", "")), []
     for reader in readers(method):
-        asked.append(reader.name)
+        names.append(reader.name)
         if _guard(functools.partial(reader.matches, source), source.path, reader.name):
             return reader
     if not config or method in ("none", "fp16", "bf16"):
@@ -210,7 +210,7 @@ def _find_reader(source: TensorSource) -> Reader | None:
     found = f"quant_method {method!r}"
     if config.get("packing_format"):
         found += f" with packing_format {config['packing_format']!r}"
-    supported = f"one of {', '.join(asked)}"
+    supported = f"one of {', '.join(names)}"
     known = method in UNSUPPORTED_METHODS
     raise CheckpointError(
         f"quantization {method!r} is {'not supported yet' if known else 'not known'}", file=file,

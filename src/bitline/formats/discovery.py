@@ -21,7 +21,7 @@ log = logging.getLogger("bitline")
 
 
 def register_format(reader: Reader | type) -> None:
-    """Add a reader, an object of the Reader protocol or a class of such objects; it is asked before the built-in ones.
+    """Add a reader, an object of the Reader protocol or a class of such objects; it has precedence over the built-in ones.
 
     One of the same name is replaced. Packages register through entry points of the group "bitline.formats" instead.
     """

@@ -1,7 +1,7 @@
 """Experts stacked in one tensor, presented as one module per expert: `experts.down_proj` as `experts.down_proj.0`, ….
 
 transformers keeps the experts of a MoE layer as one parameter [E, N, K]; its scales and biases are named after it
-(`down_proj_scale_inv`). Some models (Llama 4, gpt-oss) store it transposed, [E, K, N]; the shape of the scales tells.
+(`down_proj_scale_inv`). Some models (Llama 4, gpt-oss) store it transposed, [E, K, N], which the shape of the scales shows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Codes packed in int32, as GPTQ and AWQ store them, repacked to the canonical bit stream without unpacking to int32.
 
-GPTQ packs along K, AWQ along N; the first code is in the lowest bits. An int32 holds the bits of an unsigned word. The
+GPTQ packs along K, AWQ along N; the first code is in the lowest bits. int32 is the dtype of the files; its bits are unsigned. The
 canonical layout is uint8 [N, ceil(K * bits / 8)], each row a little-endian bit stream along K (see `bitline.bitstream`).
 """
 

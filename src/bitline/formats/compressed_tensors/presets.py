@@ -48,7 +48,7 @@ def preset(name: str) -> _PAIR | None:
     if not found:
         raise ValueError(f"{name!r} is not a preset scheme")
     weight_bits, act, asymmetric = int(found[1] or 8), found[2] or "8", bool(found[3])
-    # The group size of a preset has changed between releases: the scales' shape tells.
+    # The group size of a preset depends on the release, so it is taken from the scales' shape.
     weights = QuantizationArgs(weight_bits, "int", symmetric=not asymmetric, strategy="group", group_size=128)
     if act == "16":
         return weights, None

@@ -93,7 +93,7 @@ def _checkpoint_format(config: Mapping[str, Any], file: Path) -> str:
 
 
 def _check_side_file(config: Mapping[str, Any], file: Path) -> None:
-    """quantize_config.json beside config.json must agree on what no tensor tells: v1 or v2 zero points, and symmetry."""
+    """quantize_config.json beside config.json must agree on what no tensor shows: v1 or v2 zero points, and symmetry."""
     side = file.with_name("quantize_config.json")
     if config.get("quant_method") != "gptq" or file == side or not side.is_file():
         return
