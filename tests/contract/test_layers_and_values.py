@@ -167,7 +167,7 @@ def test_unknown_values_in_a_torchao_description(base, option, value, tmp_path):
 @must(18)
 @pytest.mark.parametrize("change", [{"checkpoint_format": "gptq_v2"}, {"sym": True}], ids=str)
 def test_two_configs_that_contradict_each_other(change, tmp_path):
-    """No tensor tells: zero points would be off by one, or ignored."""
+    """No tensor shows it: zero points would be off by one, or ignored."""
     tensors, config = FAMILIES["gptq"]()
     write(tmp_path, tensors, config)
     (tmp_path / "quantize_config.json").write_text(json.dumps(config))

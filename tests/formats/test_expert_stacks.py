@@ -121,7 +121,7 @@ def test_each_expert_is_a_layer(case, own, tmp_path):
     [
         ("fbgemm", "llama", ("weight",)),  # [E, in, out] and scales [E, out, 1]
         ("modelopt nvfp4", "llama", ("weight", "weight_scale")),  # only one orientation fits
-        ("modelopt fp8", "llama4_text", ("weight",)),  # a shared scale: only the model's type tells
+        ("modelopt fp8", "llama4_text", ("weight",)),  # a shared scale: only the model type decides
     ],
 )
 def test_transposed_stacks(case, model, transposed, tmp_path):

@@ -88,7 +88,7 @@ def test_symmetric_ignores_qzeros(stored, tmp_path):
         del tensors["qzeros"]
     layer = one(tmp_path, config(sym=True), tensors)
     assert (layer.spec.weight.name, layer.spec.zero) == ("uint4b8", "none")
-    assert ["stored as gptq_v2 stores them" in oddity for oddity in layer.oddities] == [True] * (stored == 8)
+    assert ["stored as gptq_v2 stores them" in warning for warning in layer.oddities] == [True] * (stored == 8)
     assert torch.equal(layer.weight().dequantize(), values(codes, implicit_zeros(4), scales, [k // G for k in range(K)]))
 
 

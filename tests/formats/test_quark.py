@@ -114,7 +114,7 @@ INTEGERS = ["int2", "uint2", "int3", "int4", "uint4", "int8", "uint8"]
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers(dtype, how, symmetric, order, tmp_path):
     if symmetric and dtype.startswith("u"):
-        return  # Quark has zero points for these, in the middle or not
+        return  # Quark stores zero points for these, implicit or not
     n, k, bits = 16, 256, int(dtype[-1])
     low = 0 if dtype.startswith("u") else -(1 << bits - 1)
     g = torch.Generator().manual_seed(bits)
