@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-
 # What takes its time. None of them may start a thread, which a fork would lose.
 IMPORTED = (
-    "bitline.cli.main", "bitline.cli.run", "bitline.cli.inspect", "bitline.cli.explain_show", "bitline.cli.explain",
-    "bitline.cli.convert", "bitline.cli.doctor", "transformers", "transformers.models.llama.modeling_llama",
+    "bitline.cli.main", "bitline.model.load", "bitline.model.generate", "bitline.kernels.registry", "transformers",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 
 
@@ -38,7 +37,8 @@ def _child(words: list[str], env: Mapping[str, str], folder: str, out: str, err:
         os.dup2(file, stream)
         os.close(file)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  (they live as long as the process)
+    encoding = env.get("PYTHONIOENCODING", "utf-8")
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(i, mode, encoding=encoding) for i, mode in enumerate("rww"))
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
@@ -57,7 +57,7 @@ def bitline(*words: object, timeout: float = 300, **env: str) -> subprocess.Comp
     settings = {**os.environ, "COLUMNS": "200", "TERM": "dumb", **env}
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        child = _server().Process(target=_child, args=(texts, settings, os.getcwd(), str(out), str(err)))
+        child = _server().Process(target=_child, args=(texts, settings, str(Path.cwd()), str(out), str(err)))
         child.start()
         child.join(timeout)
         if child.exitcode is None:
