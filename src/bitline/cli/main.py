@@ -18,7 +18,7 @@ from bitline.version import __version__
 
 app = typer.Typer(
     name="bitline",
-    help="Runs the linear layers of any quantized model, on any machine, and says why it runs them as it does.",
+    help="Runs the linear layers of any quantized model on any machine, and explains every kernel that it chooses.",
     epilog="Exit codes: 0 success; 1 bad file, machine or result; 2 bad command line; 130 Ctrl-C. With --json every answer is "
     'one JSON object on stdout, an error is {"error": {...}}. docs/command-line.md describes both.',
     no_args_is_help=True,

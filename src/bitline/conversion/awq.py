@@ -21,7 +21,7 @@ _PER_ROW = 0  # of _group_size
 
 
 class AWQTarget:
-    """qweight, qzeros and scales. qzeros are always stored; `zero_point: false` says that all of them are the middle, 8."""
+    """qweight, qzeros and scales. qzeros are always stored; `zero_point: false` means that all of them are 8."""
 
     name = "awq"
     quantizes_embeddings = False

@@ -70,8 +70,10 @@ class GPTQTarget:
         codes = weight.codes if weight.perm is None else pack_codes.undo_act_order(weight.codes, bits, spec.k, weight.perm)
         pack_qweight = pack_codes.pack_gptq_planar if planar else pack_codes.pack_gptq
         scales = weight.scale.t().contiguous()
-        middle = (1 << (bits - 1)) - (self._checkpoint_format == "gptq")
-        zeros = torch.full_like(scales, middle, dtype=torch.uint8) if weight.zero is None else weight.zero.t().contiguous()
+        symmetric_zero = (1 << (bits - 1)) - (self._checkpoint_format == "gptq")
+        zeros = (
+            torch.full_like(scales, symmetric_zero, dtype=torch.uint8) if weight.zero is None else weight.zero.t().contiguous()
+        )
         tensors = {
             "qweight": pack_qweight(codes, bits, spec.k), "qzeros": pack_codes.pack_int32(zeros, bits, planar=planar),
             "scales": scales, "g_idx": _group_index(weight),

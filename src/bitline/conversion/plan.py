@@ -68,7 +68,7 @@ def _plan_layer(layer: QuantizedLayer, target: Target, *, lossy: bool, weights_o
         return plan
     try:
         if spec.block_offset != (0, 0):
-            raise NotRepresentable("it is a shard whose first scale block is cut")
+            raise NotRepresentable("it is a shard that starts inside a scale block")
         plan.stored_specs = target.stored_specs(spec)
     except NotRepresentable as error:
         plan_without_exact(plan, error, target, lossy=lossy)

@@ -97,7 +97,7 @@ def _encode_codes(weight: QuantizedWeight, zero: Tensor | None, stored: LinearSp
         if smallest < low or largest > high:
             found = f"{smallest - shift} to {largest - shift} or more" if subtract else f"{spec.weight.bits} bits"
             raise NotRepresentable(
-                f"its codes less their zero points are {found}, and {scalar.name} holds {low - shift} to {high - shift}"
+                f"its codes minus their zero points are {found}, and {scalar.name} ranges from {low - shift} to {high - shift}"
             )
         codes = values.to(torch.uint8)
         out[r : r + step] = bitstream.pack(codes ^ (1 << (scalar.bits - 1)) if scalar.signed else codes, scalar.bits)

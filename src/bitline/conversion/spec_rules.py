@@ -77,7 +77,7 @@ def is_integer(spec: LinearSpec) -> bool:
 
 
 def needs_zero_points(spec: LinearSpec) -> bool:
-    """True for integers with zero points or offsets, or with an implicit zero point other than the middle of their range."""
+    """True for integers with zero points or offsets, or with an implicit zero point that is not mid-range."""
     symmetric_bias = 0 if spec.weight.signed else 1 << (spec.weight.bits - 1)
     return spec.zero != "none" or (is_integer(spec) and spec.weight.bias != symmetric_bias)
 

