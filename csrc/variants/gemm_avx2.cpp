@@ -103,9 +103,11 @@ struct ScaleOffset {
 INLINE ScaleOffset scale_offset(const GemmCall& c, int64_t block, int64_t g, int lane) {
   const PackedHeader& w = *c.w;
   const int64_t at = (block * w.num_groups + g) * kBlockN + lane;
-  const int64_t per = w.groups_per_super_scale;
   int64_t super = 0;
-  if (w.super_scales) super = (block * ((w.num_groups + per - 1) / per) + g / per) * kBlockN + lane;
+  if (w.super_scales) {
+    const int64_t per = w.groups_per_super_scale;
+    super = (block * ((w.num_groups + per - 1) / per) + g / per) * kBlockN + lane;
+  }
   ScaleOffset a;
   a.scale = load_scales(c.base + w.scales, w.scale_type, at, reinterpret_cast<const float*>(c.base + w.super_scales) + super);
   a.offset = _mm256_setzero_ps();
