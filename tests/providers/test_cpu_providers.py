@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bitline import Platform
+from bitline.kernels.providers.zentorch import ZentorchInt8ScaledMMLinearKernel, ZentorchWNA16LinearKernel
+
 FOLDER = Path(__file__).parents[2] / ".venv" / "providers"
 
 
@@ -23,9 +26,24 @@ def run(script, package, **env):
 def test_zentorch():
     if not torch.__version__.startswith("2.13."):
         pytest.skip("zentorch 2.13.0.1 is for torch 2.13")
+    if not {"zen", "avx512"} <= Platform.detect("cpu").features:
+        pytest.skip("zentorch needs an AMD Zen CPU with AVX-512")
     done = run("real_zentorch.py", "zentorch")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "passed" in done.stdout
+
+
+@pytest.mark.parametrize("kernel", [ZentorchWNA16LinearKernel, ZentorchInt8ScaledMMLinearKernel])
+def test_zentorch_is_refused_without_avx512(kernel):
+    """zentorch 2.13 executes AVX-512 instructions whatever the CPU has; Zen 3 and older have none."""
+    assert kernel.is_supported(Platform.parse("cpu:avx512,zen,zentorch"))
+    for platform, part in (
+        ("cpu:avx2,zen,zentorch", "AVX-512"),
+        ("cpu:avx512,zentorch", "AMD Zen"),
+        ("cpu:avx512,zen", "install"),
+    ):
+        refused = kernel.is_supported(Platform.parse(platform))
+        assert not refused and part in refused.reason and refused.fix
 
 
 def test_ark():

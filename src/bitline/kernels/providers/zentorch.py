@@ -1,4 +1,4 @@
-"""zentorch's ZenDNN operators for AMD Zen CPUs: W4A16 and W8A8."""
+"""zentorch's ZenDNN operators for AMD Zen CPUs with AVX-512 (Zen 4 and later): W4A16 and W8A8."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from bitline.weight import QuantizedWeight
 
 @functools.cache
 def _ops() -> Any:
-    """The operators with their weight cache off (`ZENDNNL_CACHE_OFF`): it is keyed only by address, so a weight in memory that
-    another one was freed from would give that one's outputs (zentorch 2.13.0.1)."""
+    """The operators, with their weight cache off (`ZENDNNL_CACHE_OFF`).
+
+    The cache is keyed by address alone, so a weight in memory that another one was freed from would give that one's outputs
+    (zentorch 2.13.0.1). InputError where zentorch has been imported with it on, or the variable is set to something else than 1.
+    """
     already_imported = "zentorch" in sys.modules
     before = env.set_default("ZENDNNL_CACHE_OFF", "1")
     if before != "1" and (already_imported or before is not None):
@@ -36,10 +39,12 @@ def _ops() -> Any:
 
 
 def _supported(platform: Platform) -> Verdict:
-    there = installed(platform, "zentorch")
-    if there and "zen" not in platform.features:
-        return no("zentorch is for AMD Zen CPUs", "cpu:zen")
-    return there
+    found = installed(platform, "zentorch")
+    if found and "zen" not in platform.features:
+        return no("zentorch is for AMD Zen CPUs", "cpu:avx512,zen")
+    if found and "avx512" not in platform.features:  # zentorch 2.13 dies with SIGILL on Zen 3 and older
+        return no("zentorch has code for AVX-512 only, which this CPU lacks", "cpu:avx512,zen")
+    return found
 
 
 class ZentorchWNA16LinearKernel(Kernel):
@@ -56,7 +61,7 @@ class ZentorchWNA16LinearKernel(Kernel):
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
-        """An AMD Zen CPU and the package."""
+        """An AMD Zen CPU with AVX-512, and the package."""
         return _supported(platform)
 
     @classmethod
@@ -121,7 +126,7 @@ class ZentorchInt8ScaledMMLinearKernel(Kernel):
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
-        """An AMD Zen CPU and the package."""
+        """An AMD Zen CPU with AVX-512, and the package."""
         return _supported(platform)
 
     @classmethod
