@@ -20,7 +20,7 @@ from matplotlib.colors import ListedColormap
 
 ROOT = Path(__file__).parents[1]
 OURS, THEIRS, THIRD, LIMIT = "#1f5fbf", "#9aa3ad", "#d08a2e", "#444444"
-READ, RATE = 4.35e12, 790e12  # bytes and operations a second, measured on an H200 (`gpu_linear`)
+READ, RATE = 4.35e12, 790e12  # bytes/s and FLOP/s in bf16, measured on an H200 (`gpu_linear`)
 
 
 def load(name: str) -> Any:
@@ -44,7 +44,7 @@ def end_to_end() -> None:
         short, long = report["rows"]
         panels = (
             ("decode, tokens/s", [short[e]["decode"] for e in engines]),
-            (f"first token of {long['prompt_tokens']}, ms", [long[e]["first_token_ms"] for e in engines]),
+            (f"time to first token of {long['prompt_tokens']}, ms", [long[e]["first_token_ms"] for e in engines]),
             ("weights, MB", [report["engines"][e]["weights"] / 1e6 for e in engines]),
         )
         for axis, (title, values) in zip(row, panels, strict=True):
@@ -62,7 +62,7 @@ def end_to_end() -> None:
 
 
 def hopper() -> None:
-    """W4A16 g128 on an H200: time over the limit, for ours and the peers."""
+    """W4A16, group size 128, on an H200: time over the roofline limit, Bitline and the peers."""
     report = load("h200_hopper")
     rows = [r for r in report["results"] if r.get("scheme") == "W4A16 g128" and r.get("cuBLAS bf16")]
     shapes = [(4096, 4096), (28672, 4096), (4096, 14336), (1024, 4096)]
@@ -80,17 +80,17 @@ def hopper() -> None:
         axis.axhline(1, color=LIMIT, linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set_title(f"{n}×{k}", fontsize=10)
-        axis.set_xlabel("M, rows of the input")
+        axis.set_xlabel("M (tokens)")
         axis.set_ylim(0, 4.5)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("time / limit of the card")
+    axes[0].set_ylabel("time / roofline limit")
     axes[0].legend(fontsize=7, frameon=False)
-    figure.suptitle("W4A16, groups of 128, bf16, on an NVIDIA H200 (lower is better, 1 is the limit)", fontsize=10)
+    figure.suptitle("W4A16, group size 128, bf16, on an NVIDIA H200 (lower is better, 1 is the roofline limit)", fontsize=10)
     save(figure, "h200_w4a16")
 
 
 def roofline() -> None:
-    """All timed W4A16 layers on an H200: operations a second over operations a byte, under what the card can do."""
+    """All timed W4A16 layers on an H200: throughput over arithmetic intensity, under the roofline of the card."""
     rows = [r for r in load("h200_hopper")["results"] if r.get("scheme") == "W4A16 g128"]
     figure, axis = plt.subplots(figsize=(7, 4.4), layout="constrained")
     series = (
@@ -113,30 +113,30 @@ def roofline() -> None:
     axis.set_yscale("log")
     axis.set_xlim(0.8, 6e3)
     axis.set_ylim(0.5, 1.5e3)
-    axis.set_xlabel("operations for each byte of weights, inputs and outputs")
+    axis.set_xlabel("arithmetic intensity, FLOP per byte of weights, inputs and outputs")
     axis.set_ylabel("TFLOP/s")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False, loc="lower right")
     shapes = len({(r["n"], r["k"]) for r in rows})
-    axis.set_title(f"NVIDIA H200, {shapes} layers, 1 to {max(r['m'] for r in rows)} rows", fontsize=10)
+    axis.set_title(f"NVIDIA H200, W4A16, {shapes} layer shapes, M = 1 to {max(r['m'] for r in rows)}", fontsize=10)
     save(figure, "h200_roofline")
 
 
 def layout() -> None:
-    """A packed block of the Hopper kernels, as `pack_codes` makes it: whose each weight is, for either instruction."""
+    """A packed block of the Hopper kernels, as `pack_codes` makes it: the lane that owns each weight, for either instruction."""
     cell = torch.arange(1024).view(16, 64)
-    place = torch.zeros(128, 8, dtype=torch.long)  # word and nibble -> cell, from three packings of four of its bits each
+    cell_of = torch.zeros(128, 8, dtype=torch.long)  # int32 and nibble -> cell, from three packings of four bits of its index
     for digit in range(3):
         codes = (cell >> 4 * digit & 15).to(torch.uint8)
-        words = pack_codes(codes[:, ::2] | codes[:, 1::2] << 4, 4, 64, 0).flatten().long()
-        place |= (words[:, None] >> torch.arange(0, 32, 4) & 15) << 4 * digit
-    word = torch.empty(1024, dtype=torch.long)
-    word[place.flatten()] = torch.arange(128).repeat_interleave(8)
-    word = word.view(16, 64)
+        packed = pack_codes(codes[:, ::2] | codes[:, 1::2] << 4, 4, 64, 0).flatten().long()
+        cell_of |= (packed[:, None] >> torch.arange(0, 32, 4) & 15) << 4 * digit
+    index = torch.empty(1024, dtype=torch.long)  # of the int32 that holds each cell
+    index[cell_of.flatten()] = torch.arange(128).repeat_interleave(8)
+    index = index.view(16, 64)
     figure, axes = plt.subplots(3, 1, figsize=(11, 7.4), layout="constrained", height_ratios=(4, 4, 1.1))
     lanes = (
-        (word % 32, "wgmma: lane 4g+q of a warp takes word 32w+4g+q for the product of columns 16w to 16w+15"),
-        (word % 32 // 4 * 4 + word // 32, "mma.sync: lane 4g+q takes words 32q+4g to 32q+4g+3, of columns 16q to 16q+15"),
+        (index % 32, "wgmma: lane 4g+q loads int32 32w+4g+q for k16 step w, columns 16w to 16w+15"),
+        (index % 32 // 4 * 4 + index // 32, "mma.sync: lane 4g+q loads int32 32q+4g to 32q+4g+3, columns 16q to 16q+15"),
     )
     for axis, (lane, title) in zip(axes[:2], lanes, strict=True):
         axis.imshow(lane % 4, cmap=ListedColormap(["#cfe0f5", "#f5dfc0", "#d7ecd2", "#eed5e6"]), aspect="auto")
@@ -148,16 +148,16 @@ def layout() -> None:
         axis.axhline(7.5, color=LIMIT, linewidth=1)
         axis.set_xticks(range(0, 64, 8))
         axis.set_yticks(range(0, 16, 4))
-        axis.set_title(title + "; the number is the lane", fontsize=9)
+        axis.set_title(title + "; numbers are lanes", fontsize=9)
     axis = axes[2]
     for nibble in range(8):
-        row, column = divmod(int(place[0, nibble]), 64)
+        row, column = divmod(int(cell_of[0, nibble]), 64)
         axis.barh(0, 4, left=28 - 4 * nibble, color="#cfe0f5", edgecolor=LIMIT)
         axis.text(30 - 4 * nibble, 0, f"row {row}\ncolumn {column}", ha="center", va="center", fontsize=8)
     axis.set_xticks(range(0, 33, 4), [str(31 - b) if b < 32 else "" for b in range(0, 33, 4)])
     axis.set_yticks([])
     axis.set_xlim(0, 32)
-    axis.set_title("word 0: 32 bits, the highest at the left", fontsize=9)
+    axis.set_title("packed int32 0, from bit 31 to bit 0", fontsize=9)
     save(figure, "hopper_layout")
 
 
