@@ -145,7 +145,7 @@ def _algorithm(stored: LinearSpec) -> tuple[str, int]:
         "FP8_PB_WO": block if rows in (block, stored.n) and columns in (block, stored.k) else None,
     }  # fmt: skip
     for name, size in group_sizes.items():
-        algorithm = QuantAlgorithm(name, size or 0)
+        algorithm = QuantAlgorithm(name)
         if size is not None and algorithm.storage == _storage(stored) and algorithm.act(columns, calibrated=True) == stored.act:
             return name, size
     raise NotRepresentable(f"no algorithm of ModelOpt stores {stored.scheme}")

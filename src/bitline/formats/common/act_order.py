@@ -1,7 +1,7 @@
 """Act-order (GPTQ's desc_act): from a g_idx, the scale group of each input column, to columns sorted by group.
 
 The canonical weight stores columns sorted by group: `perm` maps a stored column to its input column, and `group_index`
-gives the group of each stored column where groups are not all `group_size` long.
+gives the group of each stored column where groups are not all as wide as the scale block.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 
-def sort_by_group(g_idx: Tensor, group_size: int) -> tuple[Tensor | None, Tensor | None]:
+def sort_by_group(g_idx: Tensor, block_k: int) -> tuple[Tensor | None, Tensor | None]:
     """Group numbers [K], all in range, to (perm, group_index), each int32 [K], or None where it is the identity or regular.
 
-    The sort is stable, so columns keep their order within a group.
+    block_k: columns of a scale block. The sort is stable, so columns keep their order within a group.
     """
     columns = torch.arange(g_idx.numel())
     ordered, perm = g_idx.long().sort(stable=True)
-    identity, regular = torch.equal(perm, columns), torch.equal(ordered, columns // group_size)
+    identity, regular = torch.equal(perm, columns), torch.equal(ordered, columns // block_k)
     return None if identity else perm.int(), None if regular else ordered.int()
 
 
-def gptq_order(g_idx: Tensor, group_size: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
+def gptq_order(g_idx: Tensor, block_k: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
     """A GPTQ g_idx, int32 or int64 [K], to (perm, group_index) of `sort_by_group`.
 
     Negative entries count from the last group, as GPTQModel reads them. ValueError where a group number is out of range.
@@ -30,4 +30,4 @@ def gptq_order(g_idx: Tensor, group_size: int, groups: int) -> tuple[Tensor | No
     if int(index.min()) < 0 or int(index.max()) >= groups:
         at = int(((index < 0) | (index >= groups)).nonzero()[0])
         raise ValueError(f"group {int(g_idx[at])} at column {at}")
-    return sort_by_group(index, group_size)
+    return sort_by_group(index, block_k)

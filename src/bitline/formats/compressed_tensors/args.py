@@ -67,6 +67,17 @@ class QuantizationArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"block_structure is {sizes!r}, expected two positive sizes")
         return rows, columns
 
+    def scale_block(self, n: int, k: int) -> tuple[int, int] | None:
+        """The scale block of an [n, k] weight; None for a strategy that weights do not have."""
+        size = self.group_size or 0
+        blocks = {"tensor": (n, k), "channel": (1, k), "group": (1, size), "tensor_group": (1, size)}
+        return self.block if self.effective_strategy == "block" else blocks.get(self.effective_strategy)
+
+    @property
+    def has_nvfp4_groups(self) -> bool:
+        """True for groups of 16 columns, as NVFP4 has; those of MX have 32."""
+        return self.group_size == 16
+
     @property
     def is_float(self) -> bool:
         """True for minifloat codes."""

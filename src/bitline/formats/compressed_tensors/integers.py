@@ -23,7 +23,7 @@ def pack_quantized(m: QuantizedModule) -> Reading:
     m.require("weight_scale", FLOATS)
     block = m.scale_block(n, k)
     zeros = _require_zeros(m, n, k, block, bits) if not symmetric else None
-    perm, group_index = _read_act_order(m, k, block[1])
+    perm, group_index = _read_act_order(m, k, block)
     spec = m.spec(
         n, k, types.unsigned(bits, symmetric=symmetric), block,
         zero="none" if symmetric else "int", act_order=perm is not None, ragged=group_index is not None,
@@ -120,7 +120,7 @@ def _infer_packing(m: QuantizedModule, bits: int, k: int) -> Int32Packing:
     return packing
 
 
-def _read_act_order(m: QuantizedModule, k: int, group_size: int) -> tuple[Tensor | None, Tensor | None]:
+def _read_act_order(m: QuantizedModule, k: int, block: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
     """(perm, group_index) of weight_g_idx."""
     info = m.find("weight_g_idx")
     if info is None:
@@ -131,9 +131,9 @@ def _read_act_order(m: QuantizedModule, k: int, group_size: int) -> tuple[Tensor
     check_act_order_length(info, k)
     if info.shape != (k,):
         raise m.error(info, "an act-order index does not fit its weight", list(info.shape), [k])
-    groups = -(-k // group_size)
+    groups = -(-k // block[1])
     try:
-        perm, group_index = act_order_of(m.read("weight_g_idx"), group_size, groups)
+        perm, group_index = act_order_of(m.read("weight_g_idx"), block[1], groups)
     except ValueError as error:
         raise m.error(info, "not an act-order index", error, f"group numbers 0..{groups - 1}, or all -1") from None
     announced = m.scheme.weights.has_group_act_order or m.scheme.infer_sizes

@@ -36,7 +36,7 @@ def packed_minifloats(m: QuantizedModule) -> Reading:
     k = columns * 8 // bits
     if m.find("weight_global_scale") is not None:
         return _nvfp4(m, n, k)
-    if m.scheme.format == E5M3 or m.scheme.weights.group_size == 16:
+    if m.scheme.format == E5M3 or m.scheme.weights.has_nvfp4_groups:
         return _e5m3(m, n, k)
     m.require("weight_scale", E8M0)
     weight = types.float4_e2m1 if bits == 4 else types.float6_e2m3

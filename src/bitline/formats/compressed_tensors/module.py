@@ -27,11 +27,9 @@ class QuantizedModule(ModuleTensors):
     def scale_block(self, n: int, k: int) -> tuple[int, int]:
         """The scale block, from the config, checked against the shape of weight_scale."""
         info, args = self.source.tensors[f"{self.name}.weight_scale"], self.scheme.weights
-        strategy, size = args.effective_strategy, args.group_size or 0
+        strategy, block = args.effective_strategy, args.scale_block(n, k)
         if self.scheme.infer_sizes:
-            strategy, size = self._inferred_strategy(n, k)
-        blocks = {"tensor": (n, k), "channel": (1, k), "group": (1, size), "tensor_group": (1, size)}
-        block = args.block if strategy == "block" else blocks.get(strategy)
+            strategy, block = self._inferred_block(n, k, strategy, block)
         if block is None:
             raise self.error(
                 info, "weights are not quantized this way", f"strategy {strategy}", "tensor, channel, group or block"
@@ -41,21 +39,21 @@ class QuantizedModule(ModuleTensors):
             raise self.scale_shape_error(info, n, k, f"{list(grid)} (one per {strategy} {block})")
         return block
 
-    def _inferred_strategy(self, n: int, k: int) -> tuple[str, int]:
-        """(strategy, group size) by the shape of weight_scale, for a config whose sizes are not reliable."""
-        info, args = self.source.tensors[f"{self.name}.weight_scale"], self.scheme.weights
-        shape, strategy, size = info.shape, args.effective_strategy, args.group_size or 0
+    def _inferred_block(self, n: int, k: int, strategy: str, block: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None]:
+        """(strategy, scale block) by the shape of weight_scale, for a config whose sizes are not reliable."""
+        info = self.source.tensors[f"{self.name}.weight_scale"]
+        shape = info.shape
         if shape in SCALAR_SHAPES:
-            strategy = "tensor"
-        elif strategy != "block" and (len(shape) == 1 or shape[-1] == 1):
-            strategy = "channel"
-        if strategy in ("group", "channel") and len(shape) == 2 and shape[1] > 1:
-            if size <= 0 or -(-k // size) != shape[1]:
-                size = -(-k // shape[1])
-                if k % shape[1]:  # several group sizes give as many groups
-                    raise self.scale_shape_error(info, n, k, f"groups that divide {k} columns")
-            strategy = "group"
-        return strategy, size
+            return "tensor", (n, k)
+        if strategy != "block" and (len(shape) == 1 or shape[-1] == 1):
+            return "channel", (1, k)
+        if strategy not in ("group", "channel") or len(shape) != 2 or shape[1] <= 1:
+            return strategy, block
+        if block is not None and -(-k // block[1]) == shape[1]:
+            return "group", block
+        if k % shape[1]:  # several group sizes give as many groups
+            raise self.scale_shape_error(info, n, k, f"groups that divide {k} columns")
+        return "group", (1, k // shape[1])
 
     def spec(self, n: int, k: int, weight: ScalarType, block: tuple[int, int], **fields: object) -> LinearSpec:
         """The spec, with the scheme's activation quantization, whose static scales must exist."""

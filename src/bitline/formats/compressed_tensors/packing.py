@@ -72,7 +72,7 @@ def unpack_zero_points(stored: Tensor, grid: tuple[int, int], bits: int, dense_b
     return packing.unpack(packed, grid[0]).t().contiguous()
 
 
-def act_order_of(g_idx: Tensor, group_size: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
+def act_order_of(g_idx: Tensor, block_k: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
     """weight_g_idx [K] as (perm, group_index), each int32 [K], or None where it is the identity or regular.
 
     All -1 means that there is no act-order. ValueError where a group number is out of range.
@@ -82,4 +82,4 @@ def act_order_of(g_idx: Tensor, group_size: int, groups: int) -> tuple[Tensor | 
     low, high = int(g_idx.min()), int(g_idx.max())
     if low < 0 or high >= groups:
         raise ValueError(f"group numbers {low}..{high}")
-    return sort_by_group(g_idx, group_size)
+    return sort_by_group(g_idx, block_k)

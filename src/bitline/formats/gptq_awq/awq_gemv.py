@@ -49,19 +49,20 @@ class _GemvModule(ModuleTensors):
         """qweight int32 [N, K/8], qzeros int32 [N, padded G/8], scales [N, padded G]."""
         n, packed_columns = self.matrix("qweight", (torch.int32,))
         k = 8 * packed_columns
-        group_size, groups = self._groups(k)
+        block = self.settings.scale_block(k)
+        groups = -(-k // block[1])
         scales = self.require("scales", FLOATS, tuple((n, padded) for padded in _padded_groups(groups)))
         self.require("qzeros", (torch.int32,), ((n, scales.shape[1] // 8),))
         symmetric = self.settings.symmetric and bool((self._zeros(groups) == 8).all())
         if self.settings.symmetric and not symmetric:
             self.warn("the config says that there are no zero points, but qzeros hold some: they are used")
         spec = LinearSpec(
-            n, k, types.unsigned(4, symmetric=symmetric), (1, group_size), scale_dtype=scales.dtype,
+            n, k, types.unsigned(4, symmetric=symmetric), block, scale_dtype=scales.dtype,
             zero="none" if symmetric else "int", bias=self.has_bias(n),
         )  # fmt: skip
 
         def read_fields() -> dict[str, Tensor | None]:
-            scale = self._without_padding(self.read("scales"), groups)
+            scale = self._without_padding(self.read("scales"), k, groups)
             zero = None if symmetric else self._zeros(groups)
             return {"codes": self.read("qweight").view(torch.uint8), "scale": scale, "zero": zero}
 
@@ -73,31 +74,25 @@ class _GemvModule(ModuleTensors):
         n = _ROWS * quarter
         if k % _RUN:
             raise self.error(self.codes, f"{version} packs {_RUN} columns at a time", f"{k} columns", f"a multiple of {_RUN}")
-        group_size, groups = self._groups(k)
+        block = self.settings.scale_block(k)
+        groups = -(-k // block[1])
         scales = self.require("scales", FLOATS, tuple((padded, n) for padded in _padded_groups(groups)))
         zeros = "scaled_zeros" if self.find("scaled_zeros") is not None else "qzeros"
         self.require(zeros, (scales.dtype,), (scales.shape,))
-        spec = LinearSpec(
-            n, k, types.uint4, (1, group_size), scale_dtype=scales.dtype, zero="float", bias=self.has_bias(n)
-        )  # fmt: skip
+        spec = LinearSpec(n, k, types.uint4, block, scale_dtype=scales.dtype, zero="float", bias=self.has_bias(n))
 
         def read_fields() -> dict[str, Tensor]:
-            scale = self._without_padding(self.read("scales").t(), groups)
+            scale = self._without_padding(self.read("scales").t(), k, groups)
             offset = self.read(zeros).t()[:, :groups].contiguous()
             return {"codes": repack_gemv_fast(self.read("qweight")), "scale": scale, "offset": offset}
 
         return self.record(f"awq {version}", spec, read_fields, {"scale": "scales", "offset": zeros})
 
-    def _groups(self, k: int) -> tuple[int, int]:
-        """Group size and number of groups."""
-        size = k if self.settings.group_size == -1 else self.settings.group_size
-        return size, -(-k // size)
-
     def _zeros(self, groups: int) -> Tensor:
         """qzeros as zero points uint8 [N, G]."""
         return packed_int32.unpack_int32(self.read("qzeros"), 4, groups).contiguous()
 
-    def _without_padding(self, scales: Tensor, groups: int) -> Tensor:
+    def _without_padding(self, scales: Tensor, k: int, groups: int) -> Tensor:
         """Scales [N, padded G] to [N, G]. That the padding is zero is the only evidence of how many groups there are."""
         used = scales[:, :groups].contiguous()
         if bool(scales[:, groups:].any()) or not bool(used[:, -1].any()):
@@ -105,7 +100,7 @@ class _GemvModule(ModuleTensors):
             nonzero_groups = int(scales.any(0).nonzero().max()) + 1 if bool(scales.any()) else 0
             raise self.error(
                 info, "the tensors and the config disagree about groups", f"{nonzero_groups} groups with scales",
-                f"{groups}, as group_size = {self.settings.group_size} in {self.config_file.name} means",
+                self.settings.expected_groups(k, self.config_file),
             )  # fmt: skip
         return used
 

@@ -36,13 +36,21 @@ def quantizes_activations(act_bits: object) -> bool:
 
 @dataclass(frozen=True)
 class ModuleSettings:
-    """How one module was quantized. ignored: the config says that it was not."""
+    """How one module was quantized. group_size: -1 for one group per row. ignored: the config says that it was not."""
 
     bits: int
     group_size: int
     symmetric: bool
     act_order: bool = False
     ignored: bool = False
+
+    def scale_block(self, k: int) -> tuple[int, int]:
+        """The scale block of a weight of k columns."""
+        return 1, k if self.group_size == -1 else self.group_size
+
+    def expected_groups(self, k: int, config_file: Path) -> str:
+        """How many groups the config means for k columns, for an error."""
+        return f"{-(-k // self.scale_block(k)[1])}, as group_size = {self.group_size} in {config_file.name} means"
 
 
 class SettingsByModule:

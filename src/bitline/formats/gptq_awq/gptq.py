@@ -123,7 +123,7 @@ def _unsupported(file: Path, field: str, what: str, found: str, expected: str | 
 def _record(m: PackedModule, layout: GPTQLayout) -> LayerRecord:
     k, block = _check_shapes(m)
     g_idx = m.find("g_idx")
-    perm, group_index = (None, None) if g_idx is None else _read_order(m, g_idx, k, block[1])
+    perm, group_index = (None, None) if g_idx is None else _read_order(m, g_idx, k, block)
     _warn_about_order(m, g_idx, perm)
     symmetric, planar = m.settings.symmetric, m.bits in layout.planar_bits
     if symmetric:
@@ -208,11 +208,11 @@ def _zero_points(packed: Tensor, bits: int, n: int, layout: GPTQLayout, planar: 
     return native.transposed((codes + layout.zeros_minus_one) & ((1 << bits) - 1))
 
 
-def _read_order(m: PackedModule, g_idx: TensorInfo, k: int, group_size: int) -> tuple[Tensor | None, Tensor | None]:
+def _read_order(m: PackedModule, g_idx: TensorInfo, k: int, block: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
     """(perm, group_index) of the canonical weight."""
     check_act_order_length(g_idx, k)
     try:
-        return act_order.gptq_order(m.read("g_idx"), group_size, m.groups)
+        return act_order.gptq_order(m.read("g_idx"), block[1], m.groups)
     except ValueError as error:
         raise m.error(g_idx, "g_idx names a group that does not exist", error, f"0..{m.groups - 1}") from error
 

@@ -64,16 +64,15 @@ class PackedModule(ModuleTensors):
             raise self.error(self.qzeros, "zero points and scales do not fit", f"{self.qzeros.shape[0]} groups", self.groups)
 
     def scale_block(self, k: int) -> tuple[int, int]:
-        """The scale block (1, group_size); the config's group_size is checked against the number of groups."""
-        size = k if self.settings.group_size == -1 else self.settings.group_size
-        if -(-k // size) != self.groups:
+        """The config's scale block, checked against the number of groups that the scales have."""
+        block = self.settings.scale_block(k)
+        if -(-k // block[1]) != self.groups:
             per_group = f"about {-(-k // self.groups)} columns each"
             raise self.error(
                 self.scales, "the tensors and the config disagree about groups",
-                f"{self.groups} groups of {k} columns, {per_group}",
-                f"{-(-k // size)}, as group_size = {self.settings.group_size} in {self.config_file.name} means",
+                f"{self.groups} groups of {k} columns, {per_group}", self.settings.expected_groups(k, self.config_file),
             )  # fmt: skip
-        return 1, size
+        return block
 
     def packed_record(self, label: str, spec: LinearSpec, read_codes: Callable[[], dict[str, Tensor | None]]) -> LayerRecord:
         """The layer record. read_codes: reads the format's own fields: codes, and zero, perm and group_index if any."""

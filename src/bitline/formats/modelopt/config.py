@@ -36,10 +36,10 @@ _MX_STORAGE = {"mxfp4", "mxfp8"}  # a scale per 32 columns by definition
 
 @dataclass(frozen=True)
 class QuantAlgorithm:
-    """A quant_algo in upper case. group_size: columns of a scale, or rows and columns of a block; 0 where not given."""
+    """A quant_algo in upper case. block: the scale block that the config names, None where it names none."""
 
     name: str
-    group_size: int = 0
+    block: tuple[int, int] | None = None
 
     @property
     def storage(self) -> str:
@@ -146,14 +146,16 @@ class AlgorithmByModule:
             raise invalid_config(error, file) from error
 
     def _algorithm(self, name: str, group_size: int | None) -> QuantAlgorithm:
+        """The algorithm. group_size: columns of a scale, rows and columns of a block of FP8; None or 0 where not given."""
         upper = name.upper()
         if upper not in _ALGORITHMS:
             what = f"ModelOpt's algorithm {name!r} is not supported yet"
             raise self._error("quant_algo", what, repr(name), ", ".join(_ALGORITHMS))
-        size = group_size or 0
-        if size < 0 or (size != 32 and size and _ALGORITHMS[upper][0] in _MX_STORAGE):
+        size, storage = group_size or 0, _ALGORITHMS[upper][0]
+        if size < 0 or (size != 32 and size and storage in _MX_STORAGE):
             raise self._error("group_size", f"group_size of {upper} is not valid", group_size, "32" if size > 0 else "1 or more")
-        return QuantAlgorithm(upper, size)
+        block = (size if storage == "fp8" else 1, size)
+        return QuantAlgorithm(upper, block if size else None)
 
     def _error(self, field: str, what: str, found: object, expected: object) -> CheckpointError:
         return CheckpointError(what, file=self.file, field=field, found=found, expected=expected)

@@ -102,8 +102,7 @@ class _ModelOptModule(ModuleTensors):
         elif shape in ((n,), (n, 1)):
             block = 1, k
         elif len(shape) == 2 and 0 not in shape:
-            size = self.algorithm.group_size
-            block = (size, size) if size else (_block_size(n, shape[0], 128), _block_size(k, shape[1], 128))
+            block = self.algorithm.block or (_block_size(n, shape[0], 128), _block_size(k, shape[1], 128))
         else:
             block = 1, 1
         return self._spec(n, k, types.float8_e4m3fn, block, shape)
@@ -118,7 +117,7 @@ class _ModelOptModule(ModuleTensors):
         n, columns = self.matrix()
         k = 2 * columns
         self.scalar("weight_scale_2")
-        return self._spec(n, k, types.float4_e2m1, (1, self._block_k(k, 16)), self.scale.shape, scale2_block=(n, k))
+        return self._spec(n, k, types.float4_e2m1, self._row_block(k, 16), self.scale.shape, scale2_block=(n, k))
 
     def _mxfp4(self) -> LinearSpec:
         n, columns = self.matrix()
@@ -129,16 +128,16 @@ class _ModelOptModule(ModuleTensors):
         pairs, k = self.matrix()
         shape = self.scale.shape if len(self.scale.shape) != 1 else (*self.scale.shape, 1)
         self.find("weight_scale_2")  # of W4A8_AWQ's FP8 weights inside the kernel: not part of the weight
-        return self._spec(2 * pairs, k, types.uint4b8, (1, self._block_k(k, 128)), shape)
+        return self._spec(2 * pairs, k, types.uint4b8, self._row_block(k, 128), shape)
 
     def _int8(self) -> LinearSpec:
         (n, k), shape = self.matrix(), self.scale.shape
         return self._spec(n, k, types.int8, (n, k) if shape in SCALAR_SHAPES else (1, k), shape)
 
-    def _block_k(self, k: int, default: int) -> int:
-        """Columns of a scale: the config's group_size, else by the shape of the scales."""
+    def _row_block(self, k: int, default: int) -> tuple[int, int]:
+        """The scale block of one row: the config's, else by the shape of the scales."""
         shape = self.scale.shape
-        return self.algorithm.group_size or _block_size(k, shape[1] if len(shape) == 2 else 1, default)
+        return self.algorithm.block or (1, _block_size(k, shape[1] if len(shape) == 2 else 1, default))
 
     def _spec(
         self, n: int, k: int, weight: ScalarType, block: tuple[int, int], scale_shape: tuple[int, ...], **fields: Any
