@@ -16,27 +16,32 @@ Packed = dict[str, Tensor]
 
 
 class Kernel:
-    """One way to run a quantized linear layer y = x @ W.T + bias. Stateless: the class itself is the kernel, all methods are
-    class methods.
+    """One way to run a quantized linear layer, y = x @ W.T + bias with x [M, K], W [N, K] and y [M, N].
 
-    A kernel implements `can_implement`, `pack`, `apply` and `cost`, and usually `is_supported`; `direct` and `eager` are optional
-    shortcuts around the dispatcher. The facts below are promises: the conformance tests prove the ones that can be measured.
+    A kernel holds no state: the class itself is registered, chosen and called, and all methods are class methods. It implements
+    `can_implement`, `pack`, `apply` and `cost`, and usually `is_supported`; `direct` and `eager` are optional shortcuts around
+    torch's dispatcher. The attributes are promises; the conformance tests prove those that can be measured.
 
-    platforms: vendors it is offered on. backend: the provider's name, as in `Policy(backend=...)`.
-    families: kernel families of vLLM's protocol that it serves (mp, int8, fp8, fp8_block, nvfp4, mxfp4, mxfp8); empty: all.
-    priority: breaks ties of `cost`, larger first.
-    deterministic: the same call gives the same bits; None: unknown. One that is not ranks last, unless all others emulate.
-    batch_invariant: row i of a batch gives the same bits as the same row alone.
-    cuda_graph: a call can be captured into a CUDA graph.
-    quantizes_input: it multiplies activation codes by weight codes, so it serves only specs with `act`.
-    emulates: it stands in for hardware or a fast kernel that is missing; on a GPU it ranks after all kernels that do not emulate.
-    exact: it computes what the spec says up to rounding. One that does not runs only where it, or its backend, is asked for by
-    name.
-    is_fallback: it dequantizes the weight in memory at each call. Running on one unasked counts as degraded if a faster kernel of
-    the platform refused the layer.
-    requires_bf16_hardware: it needs bfloat16 arithmetic of the GPU (NVIDIA sm80 and later) to take bfloat16 inputs.
-    measured: architectures and CPU features of the machines on which `cost` was fitted to measured times.
-    act_dtypes: input (and output) dtypes it takes.
+    Attributes:
+        platforms: Vendors that it is offered on: "cpu", "cuda", "rocm", "xpu".
+        backend: Name of the provider, as in `Policy(backend=...)`.
+        families: Kernel families that it serves, named as in vLLM: "mp", "int8", "fp8", "fp8_block", "nvfp4", "mxfp4", "mxfp6",
+            "mxfp8". Empty for all.
+        priority: Breaks ties of `cost`, larger first.
+        deterministic: Whether the same call gives the same bits; None where that is unknown. Kernels with False rank last, unless
+            all others emulate.
+        batch_invariant: Whether row i of a batch gives the same bits as the same row alone.
+        cuda_graph: Whether a call can be captured into a CUDA graph.
+        quantizes_input: Whether it multiplies activation codes by weight codes, and so serves only specs with `act`.
+        emulates: Whether it stands in for hardware or a fast kernel that is missing. On a GPU it ranks after all kernels that do
+            not emulate, unless its cost was measured there.
+        exact: Whether it computes what the spec says up to rounding. One that does not runs only where it, or its backend, is
+            asked for by name.
+        is_fallback: Whether it dequantizes the weight in memory at each call. Running on it unasked counts as degraded if a
+            faster kernel of the platform refused the layer.
+        requires_bf16_hardware: Whether bfloat16 inputs need a GPU with bfloat16 arithmetic (NVIDIA sm80 and later).
+        measured: Architectures and CPU features of the machines on which `cost` was fitted to measured times.
+        act_dtypes: dtypes of the input that it takes; the output has the input's.
     """
 
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "rocm", "xpu")
@@ -56,57 +61,131 @@ class Kernel:
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
-        """Whether it runs on this machine: vendor, architecture, features, installed packages."""
+        """Whether it runs on a machine. Asked about machines that are not here, so it imports no provider's package.
+
+        Args:
+            platform: Vendor, architecture, CPU features and installed packages.
+
+        Returns:
+            Yes, or a refusal with its reason and what the machine would need, for example "cuda:sm90" or a pip command.
+        """
         return YES
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
-        """Whether it computes this layer exactly as the spec says; a refusal names the reason and the nearest fix."""
+        """Whether it computes a layer as its spec says, at every M.
+
+        Args:
+            spec: Shape and scheme of the layer; `act_dtype` is one of `act_dtypes`, `input_multiplier` is False.
+
+        Returns:
+            Yes, or a refusal with its reason and the nearest fix: a shape, dtype or scheme that it would take.
+        """
         raise NotImplementedError
 
     @classmethod
     def pack(cls, weight: QuantizedWeight) -> Packed:
-        """Repack a canonical weight into this kernel's layout, on the weight's device. The weight is neither changed nor kept."""
+        """Repack a canonical weight into the kernel's layout. Pure: the weight is neither changed nor kept.
+
+        Args:
+            weight: [N, K], of a spec that `can_implement` accepts, on the device that the layer runs on.
+
+        Returns:
+            New tensors by name, on the weight's device, in the order in which `apply` gets them. What a layer lacks is an empty
+            tensor. The bias is not among them.
+
+        Raises:
+            InputError: Where values of the weight, or the installed version of a package, rule the kernel out.
+            MemoryError: Where there is no memory for the packed tensors; torch.OutOfMemoryError on a GPU.
+        """
         raise NotImplementedError
 
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """x [M, K] contiguous in spec.act_dtype, M >= 0; `packed`: the tensors of `pack`, in its order. Returns [M, N]."""
+        """Run the layer.
+
+        Args:
+            x: [M, K], contiguous, in spec.act_dtype; M may be 0.
+            packed: The tensors of `pack`, in its order.
+            bias: [N] in spec.act_dtype, or None.
+            spec: The spec of the packed weight.
+
+        Returns:
+            y [M, N] in spec.act_dtype, contiguous.
+        """
         raise NotImplementedError
 
     @classmethod
     def direct(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> tuple[Any, tuple[Any, ...]] | None:
-        """(op, arguments) of a torch operator of its own, called as op(x, *arguments): [..., K] -> [..., N]; None: `apply`."""
+        """A torch operator of the kernel's own that a layer calls instead of Bitline's, also when it is traced or compiled.
+
+        Args:
+            packed: The tensors of `pack`, in its order.
+            bias: [N] in spec.act_dtype, or None.
+            spec: The spec of the packed weight.
+
+        Returns:
+            (op, arguments), called as op(x, *arguments) with x [..., K] of any strides for y [..., N]; None for `apply`.
+        """
         return None
 
     @classmethod
     def eager(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Callable[[Tensor], Tensor | None] | None:
-        """A function for calls that are not traced, compiled or hooked: any x [..., K] to y [..., N], or to None where `apply` is
-        to be called."""
+        """A function for calls that are not traced, compiled or hooked, made once per layer; it may keep launch arguments.
+
+        Args:
+            packed: The tensors of `pack`, in its order.
+            bias: [N] in spec.act_dtype, or None.
+            spec: The spec of the packed weight.
+
+        Returns:
+            A function from any x, unchecked, to y [..., N] in spec.act_dtype, or to None where `apply` is to be called. None
+            where the kernel has no such function.
+        """
         return None
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """Estimated seconds of one call with M = m, usually from a roofline."""
+        """Estimated time of one call, usually from a roofline.
+
+        Args:
+            spec: A layer that `can_implement` accepts.
+            platform: A machine that `is_supported` accepts.
+            m: M, at least 1.
+
+        Returns:
+            Seconds.
+        """
         raise NotImplementedError
 
     @classmethod
     def cost_basis(cls, platform: Platform) -> str:
-        """ "measured" where `cost` was fitted to times measured on such a machine, else "modelled"."""
+        """ "measured" where `cost` was fitted to times measured on such a machine (see `measured`), else "modelled"."""
         return "measured" if {platform.arch, *platform.features} & set(cls.measured) else "modelled"
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
-        """Estimated bytes of the packed weight, as `cost` assumes them."""
+        """Bytes of the packed tensors; an estimate, as `cost` assumes them."""
         return spec.weight_bytes()
 
 
 def matmul_rate(spec: LinearSpec, platform: Platform) -> float:
-    """FLOP/s of torch's matmul in the layer's input dtype."""
+    """FLOP/s of torch's matmul in the layer's input dtype; a multiply-add counts as two."""
     return platform.rates.of("fp32" if spec.act_dtype == torch.float32 else "bf16")
 
 
 def roofline(spec: LinearSpec, platform: Platform, m: int, *, weight_bytes: float, rate: float) -> float:
-    """Seconds of one GEMM: the larger of bytes over bandwidth and FLOPs over `rate`, plus one launch."""
+    """Estimated time of one GEMM: the larger of bytes over bandwidth and FLOPs over `rate`, plus one launch.
+
+    Args:
+        spec: The layer; x [M, K] is read and y [M, N] written in its act_dtype.
+        platform: The machine whose bandwidth and launch time count.
+        m: M.
+        weight_bytes: Bytes of the weight that a call reads.
+        rate: FLOP/s of the compute type; a multiply-add counts as two.
+
+    Returns:
+        Seconds.
+    """
     io = weight_bytes + m * (spec.n + spec.k) * spec.act_dtype.itemsize
     return max(io / platform.rates.bandwidth, 2.0 * m * spec.n * spec.k / rate) + platform.rates.launch
