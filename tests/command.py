@@ -31,7 +31,7 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _child(words: list[str], env: Mapping[str, str], folder: str, out: str, err: str) -> None:
+def _child(arguments: list[str], env: Mapping[str, str], folder: str, out: str, err: str) -> None:
     for stream, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, stream)
@@ -43,7 +43,7 @@ def _child(words: list[str], env: Mapping[str, str], folder: str, out: str, err:
     os.environ.update(env)
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = ["bitline", *words]
+    sys.argv = ["bitline", *arguments]
     from bitline.cli import console, main
 
     console.out.__init__()  # type: ignore[misc]  (they take their width from the environment when they are made)
@@ -51,9 +51,9 @@ def _child(words: list[str], env: Mapping[str, str], folder: str, out: str, err:
     main.run()
 
 
-def bitline(*words: object, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
-    """`bitline WORDS` with these variables beside the process's own; what it printed, and its exit status."""
-    texts = [str(word) for word in words]
+def bitline(*arguments: object, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `bitline` with these arguments, and variables beside the process's own; what it printed, and its exit status."""
+    texts = [str(argument) for argument in arguments]
     settings = {**os.environ, "COLUMNS": "200", "TERM": "dumb", **env}
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")

@@ -41,10 +41,10 @@ def write(folder, tensors, quantization, **config):
 
 def gptq_layer(base, k=64, n=64, group=32, zero=7, g_idx=None, scale=None):
     """Symmetric 4 bits; v1 qzeros hold the zero point 8 minus one in every field."""
-    word = int.from_bytes(bytes([zero | zero << 4] * 4), "little", signed=True)
+    packed_zeros = int.from_bytes(bytes([zero | zero << 4] * 4), "little", signed=True)
     return {
         f"{base}.qweight": torch.zeros(k // 8, n, dtype=torch.int32),
-        f"{base}.qzeros": torch.full((k // group, n // 8), word, dtype=torch.int32),
+        f"{base}.qzeros": torch.full((k // group, n // 8), packed_zeros, dtype=torch.int32),
         f"{base}.scales": torch.full((k // group, n), 0.01, dtype=torch.float16) if scale is None else scale,
         f"{base}.g_idx": torch.arange(k, dtype=torch.int32) // group if g_idx is None else g_idx,
     }
@@ -288,7 +288,8 @@ def test_unquantized_layers_among_quantized_ones(tmp_path):
 def test_findings_as_text(tmp_path, monkeypatch):
     report = inspect_report(ct(tmp_path, ["re:model.*"], [f"model.layers.{i}.x" for i in range(3)]))
     text = " ".join(text_of(report, 80, monkeypatch).split())
-    assert "warning the config's ignore list names this layer" in text and "(3 layers, such as model.layers.0.x)" in text
+    assert "warning the config's list of ignored modules names this layer" in text
+    assert "(3 layers, such as model.layers.0.x)" in text
 
 
 # ---- scales ------------------------------------------------------------------------------------------------------------

@@ -59,9 +59,9 @@ def test_stops_at_eos(several, monkeypatch):
 
 
 def test_text_is_streamed(monkeypatch):
-    pieces = []
-    ours, theirs = both(tiny.llama(), monkeypatch, max_new_tokens=6, stop=False, on_text=pieces.append)
-    text = "".join(pieces)
+    chunks = []
+    ours, theirs = both(tiny.llama(), monkeypatch, max_new_tokens=6, stop=False, on_text=chunks.append)
+    text = "".join(chunks)
     assert text[: len(text) // 2] == text[len(text) // 2 :] and ours.text in text and theirs.text == ours.text
 
 

@@ -230,7 +230,7 @@ class RefusesEverything(Toy):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "words"),
+    ("kernel", "message"),
     [
         (ForgetsARow, "random_data .*nan"), (OffByOneZero, "lossless_data"), (ForgetsBias, "random_data"),
         (ChangesTheWeight, "pack changed the weight|different tensors"), (ChangesTheInput, "apply changed its input"),
@@ -240,8 +240,8 @@ class RefusesEverything(Toy):
         (NoVerdict, "not a Verdict"), (RefusesEverything, "implements none of the specs"),
     ],
 )  # fmt: skip
-def test_the_suite_catches(kernel, words):
-    with pytest.raises(AssertionError, match=words):
+def test_the_suite_catches(kernel, message):
+    with pytest.raises(AssertionError, match=message):
         check_kernel(kernel, [SPEC, SPEC.replace(n=8, bias=True)])
 
 

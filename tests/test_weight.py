@@ -131,6 +131,13 @@ def test_a_contradiction_names_the_field(weight, name, change):
     assert name in caught.value.what and caught.value.found and caught.value.expected
 
 
+def test_offset2_needs_a_second_level_of_scales():
+    spec = OFFSET.spec.replace(scale2_block=None)
+    with pytest.raises(WeightError, match=r"no scale2_block.*To fix it: set scale2_block") as caught:
+        QuantizedWeight(spec, OFFSET.codes, OFFSET.scale, offset=OFFSET.offset, offset2=OFFSET.offset2)
+    assert caught.value.field == "offset2" and caught.value.found == "present"
+
+
 def test_an_error_names_the_tensor_of_the_file():
     with pytest.raises(WeightError, match=r"tensor layers\.0\.w"):
         dataclasses.replace(PLAIN, origin="layers.0.w", bias=None)

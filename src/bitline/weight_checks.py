@@ -87,6 +87,9 @@ class WeightChecks:
         if self.fields["offset2"] is not None:
             if self.fields["offset"] is None:
                 raise self._error("offset2", "present", "absent: there is no offset")
+            if s.scale2_block is None:
+                fix = "set scale2_block and scale2 too, or multiply offset2 into offset"
+                raise self._error("offset2", "present", "absent: the spec has no scale2_block", fix)
             self._expect("offset2", self._scale2_grid())
 
     def _check_input_and_bias(self) -> None:
@@ -128,10 +131,10 @@ class WeightChecks:
         if dtype is not None and tensor.dtype != dtype:
             raise self._error(name, f"dtype {tensor.dtype}", f"dtype {dtype}")
 
-    def _error(self, name: str, found: object, expected: object) -> WeightError:
+    def _error(self, name: str, found: object, expected: object, fix: str | None = None) -> WeightError:
         return WeightError(
             f"the weight's {name} does not fit its spec {self.spec}", field=name, tensor=self.origin or name,
-            found=found, expected=expected,
+            found=found, expected=expected, fix=fix,
         )  # fmt: skip
 
 

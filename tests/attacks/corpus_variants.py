@@ -219,7 +219,7 @@ variant("awq8", "zeros-four-bits", "disagree about bits", "qzeros", qzeros=rando
 variant("awq8", "bits-contradict", "disagree about bits", "qweight", config={"bits": 3})
 variant("awq8", "list-a-number", "not a list", config={"modules_to_not_convert": [3]})
 variant("padded", "padding-filled", "does not fit qweight", "g_idx", qweight=torch.full((13, N), -1, dtype=torch.int32))
-variant("padded", "padding-of-a-word", "does not fit qweight", "g_idx", g_idx=(torch.arange(96) // 32).int())
+variant("padded", "padding-of-an-int32", "does not fit qweight", "g_idx", g_idx=(torch.arange(96) // 32).int())
 variant("hqq_across", "group-not-a-divisor", "do not fill", "W_q", group_size=torch.tensor(31, dtype=torch.int32))
 variant("hqq_across", "group-odd", "do not fit|does not fit", group_size=torch.tensor(1, dtype=torch.int32))
 variant("hqq_across", "scales-of-rows", "does not fit", "scale", scale=random_scales(N, 1))

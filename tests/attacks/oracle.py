@@ -1,6 +1,6 @@
 """An independent reader of checkpoints without any code of Bitline, against which every weight that loads is checked.
 
-Each family is decoded with numpy alone, from the descriptions in docs/formats.md (GGUF with the gguf package). The oracle is
+Each family is dequantized with numpy alone, from the descriptions in docs/formats.md (GGUF with the gguf package). The oracle is
 lenient: it reads what it can, and raises Unreadable for files that have no valid reading. What Bitline loads must be what the
 oracle reads; whether a refusal is necessary is tested elsewhere.
 """

@@ -106,22 +106,22 @@ def _layers(path: Path) -> dict[str, Layer]:
         tensors.append((name, dims[::-1], TYPES[head.take("I")], head.take("Q")))
     align = values.get(b"general.alignment", 32)
     start = -(-head.offset // align) * align
-    decoded = {name: _decode(raw, start + at, shape, kind) for name, shape, kind, at in tensors}
+    arrays = {name: _read_tensor(raw, start + at, shape, kind) for name, shape, kind, at in tensors}
     out = {}
     for name, shape, kind, _ in tensors:
         if kind[0] in _PLAIN:
             continue
         demand(len(shape) in (2, 3), "neither a matrix nor a stack of matrices")
         base, stack = name.removesuffix(".weight"), shape[:-2]
-        bias = decoded.get(f"{base}.bias") if base != name else None
-        factor = decoded.get(f"{base}.scale") if base != name else None
+        bias = arrays.get(f"{base}.bias") if base != name else None
+        factor = arrays.get(f"{base}.scale") if base != name else None
         if factor is not None and (factor.shape != (tuple(stack) or (1,)) or factor.dtype.kind != "f"):
             factor = None  # another tensor of that name
         demand(bias is None or (bias.shape == (*stack, shape[-2]) and bias.dtype.kind == "f"), "an invalid bias")
         demand(bias is None or np.isfinite(bias).all(), "a bias that is not finite")
         for i in range(stack[0]) if stack else (None,):
             pick = (lambda t, i=i: t) if i is None else (lambda t, i=i: t[i])
-            layer = Layer(pick(decoded[name]).astype(F32))
+            layer = Layer(pick(arrays[name]).astype(F32))
             if bias is not None:
                 layer.extras["bias"] = pick(bias)
             if factor is not None:
@@ -132,7 +132,7 @@ def _layers(path: Path) -> dict[str, Layer]:
     return out
 
 
-def _decode(raw: bytes, at: int, shape: list[int], kind: tuple[str, int, int]) -> np.ndarray:
+def _read_tensor(raw: bytes, at: int, shape: list[int], kind: tuple[str, int, int]) -> np.ndarray:
     name, block, size = kind
     demand(shape and shape[-1] % block == 0 and min(shape) >= 1, "rows that do not end on a block")
     rows, row = math.prod(shape[:-1]), shape[-1] // block * size

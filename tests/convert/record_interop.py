@@ -56,7 +56,7 @@ def compare(folder: Path, weights: dict[str, torch.Tensor]) -> int:
 def main() -> None:
     """Convert every fixture, compare, write the record."""
     record: dict[str, object] = {
-        "what": "layers of converted fixtures that a tool decodes to the same bits as Bitline, and the hash of what it decoded",
+        "what": "layers of converted fixtures that a tool dequantizes to the same bits as Bitline, and the hash of the files",
         "torch": torch.__version__, "tools": {}, "files": {},
     }  # fmt: skip
     for to, tools in TOOLS.items():

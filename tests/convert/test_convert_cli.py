@@ -9,15 +9,15 @@ from expected import CHECKPOINTS
 import command
 
 
-def bitline(*words):
-    return command.bitline("convert", *words, COLUMNS="140")
+def bitline(*arguments):
+    return command.bitline("convert", *arguments, COLUMNS="140")
 
 
 def test_text(tmp_path):
     done = bitline(CHECKPOINTS / "ct_w4a16_g128_asym", tmp_path / "m.gguf", "--to", "gguf")
     assert done.returncode == 0, done.stderr
-    words = " ".join(done.stdout.split())
-    for text in (
+    text = " ".join(done.stdout.split())
+    for expected in (
         "uint4+zero g128",
         "uint5b16 g32",
         "4-bit codes as 5-bit",
@@ -25,8 +25,8 @@ def test_text(tmp_path):
         "4 of 4",
         "no unquantized tensors",
     ):
-        assert text in words
-    assert re.search(r"layers [\d.]+ [kM]B before, [\d.]+ [kM]B after", words)
+        assert expected in text
+    assert re.search(r"layers [\d.]+ [kM]B before, [\d.]+ [kM]B after", text)
 
 
 def test_json(tmp_path):
@@ -39,12 +39,12 @@ def test_json(tmp_path):
 
 def test_lossy_text(tmp_path):
     done = bitline(CHECKPOINTS / "bnb_nf4", tmp_path / "out", "--to", "gptq", "--lossy")
-    words = " ".join(done.stdout.split())
-    assert done.returncode == 0 and "4 of 4 layers were rounded" in words and "max error" in words and "bit-exact" not in words
+    text = " ".join(done.stdout.split())
+    assert done.returncode == 0 and "4 of 4 layers were rounded" in text and "max error" in text and "bit-exact" not in text
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("arguments", "code", "message"),
     [
         (("bnb_nf4", "--to", "gptq"), 1, "gptq cannot represent 4 of 4 layers exactly"),
         (("ct_w8a8_int8_dynamic", "--to", "gptq"), 1, "--weights-only"),
@@ -52,10 +52,10 @@ def test_lossy_text(tmp_path):
         (("gq_w4g128_sym_v1", "--to", "gguf"), 1, "is a file named"),
     ],
 )  # fmt: skip
-def test_exit_codes(words, code, message, tmp_path):
-    done = bitline(CHECKPOINTS / words[0], tmp_path / "out", *words[1:])
+def test_exit_codes(arguments, code, message, tmp_path):
+    done = bitline(CHECKPOINTS / arguments[0], tmp_path / "out", *arguments[1:])
     assert done.returncode == code and message in " ".join((done.stdout + done.stderr).split())
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
     if code == 1:
-        error = json.loads(bitline(CHECKPOINTS / words[0], tmp_path / "out", *words[1:], "--json").stdout)["error"]
+        error = json.loads(bitline(CHECKPOINTS / arguments[0], tmp_path / "out", *arguments[1:], "--json").stdout)["error"]
         assert error["type"] in ("ConversionError", "InputError") and error["message"]

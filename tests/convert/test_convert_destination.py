@@ -122,9 +122,9 @@ def test_result_inside_the_source_folder(tmp_path):
 # ---- interruptions --------------------------------------------------------------------------------------------------------
 
 
-def command(folder, words, before=""):
+def command(folder, arguments, before=""):
     """The command in a process of its own, after `before`."""
-    code = f"import sys; sys.argv[1:] = {['convert', *map(str, words)]!r}\n{before}\nfrom bitline.cli.main import run; run()"
+    code = f"import sys; sys.argv[1:] = {['convert', *map(str, arguments)]!r}\n{before}\nfrom bitline.cli.main import run; run()"
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, timeout=300,
                           env=os.environ | {"COLUMNS": "400"})  # fmt: skip
 
@@ -140,9 +140,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 from bitline.conversion import shard_writer
 from bitline.conversion.gguf import writer
 for kind in (shard_writer.ShardWriter, writer.GGUFWriter):
-    def add(self, *words, real=kind.add):
+    def add(self, *args, real=kind.add):
         os.kill(os.getpid(), signal.{signal})
-        return real(self, *words)
+        return real(self, *args)
     kind.add = add
 """
     done = command(tmp_path, [GPTQ, output, "--to", "gguf" if output == "file.gguf" else "awq"], kill)

@@ -62,12 +62,13 @@ def test_existing_file_is_refused(to, tmp_path):
     assert out.is_symlink() and entries(tmp_path) == ["out.gguf"]
 
 
-@pytest.mark.parametrize("onto", ["itself", "another"])
+@pytest.mark.parametrize("onto", ["its own path", "a link to it"])
 def test_source_is_never_overwritten(onto, tmp_path):
     folder = shutil.copytree(GPTQ, tmp_path / "model")
+    (tmp_path / "link").symlink_to("model")
     before = {name: (folder / name).read_bytes() for name in entries(folder)}
     with pytest.raises(InputError, match="not empty"):
-        bitline.convert(folder, folder if onto == "itself" else tmp_path / "model", to="awq")
+        bitline.convert(folder, folder if onto == "its own path" else tmp_path / "link", to="awq")
     assert before == {name: (folder / name).read_bytes() for name in entries(folder)}
 
 

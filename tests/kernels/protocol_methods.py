@@ -36,10 +36,10 @@ class Linear(nn.Module):
         if len(self.parts) == 1:
             return param.load_column_parallel_weight(tensor)
         offset = sum(self.logical_widths[: list(self.parts).index(part)])
-        place = {"shard_offset": offset, "shard_size": self.parts[part]}
+        rows = {"shard_offset": offset, "shard_size": self.parts[part]}
         if self.kind == "qkv":
-            return param.load_qkv_weight(tensor, shard_id=part, num_heads=self.replicas, **place)
-        return param.load_merged_column_weight(tensor, shard_id=list(self.parts).index(part), **place)
+            return param.load_qkv_weight(tensor, shard_id=part, num_heads=self.replicas, **rows)
+        return param.load_merged_column_weight(tensor, shard_id=list(self.parts).index(part), **rows)
 
     def forward(self, x, bias=None):
         return self.method.apply(self, x, bias)

@@ -27,9 +27,9 @@ def test_fused_layers_that_end_inside_blocks(world):
         layer.weight = linear.ModelWeightParameter(torch.empty(2 * part, k, dtype=E4M3), **where)
         layer.weight_scale_inv = linear.BlockScaleParameter(torch.empty(-(-2 * part // 128), k // 128), (128, 128), **where)
         for i, weight in enumerate(weights):
-            place = {"shard_id": i, "shard_offset": i * part, "shard_size": part}
-            layer.weight.load_merged_column_weight(weight.codes.view(E4M3), **place)
-            layer.weight_scale_inv.load_merged_column_weight(weight.scale, **place)
+            fused = {"shard_id": i, "shard_offset": i * part, "shard_size": part}
+            layer.weight.load_merged_column_weight(weight.codes.view(E4M3), **fused)
+            layer.weight_scale_inv.load_merged_column_weight(weight.scale, **fused)
         kernel = linear.init_fp8_linear_kernel(act, key, (2 * part, k), BF16)
         kernel.process_weights_after_loading(layer)
         x = matrix(3, k, rank).to(BF16)

@@ -123,7 +123,7 @@ def _device(device: str) -> dict[str, Any]:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes of physical memory, and of memory available to a program."""
+    """Bytes of physical memory, and of the memory that is available."""
     pages = {name: os.sysconf(f"SC_{name}") for name in ("PHYS_PAGES", "AVPHYS_PAGES", "PAGE_SIZE")}
     free = pages["AVPHYS_PAGES"] * pages["PAGE_SIZE"]
     try:

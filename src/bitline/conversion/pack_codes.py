@@ -1,6 +1,6 @@
 """Canonical codes in the packed layouts of checkpoint formats: the inverse of the readers' repacking.
 
-int32 outputs hold the bits of an unsigned word, the first code in the lowest bits.
+A packed int32 holds unsigned codes, the first one in the lowest bits.
 """
 
 from __future__ import annotations

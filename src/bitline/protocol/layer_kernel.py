@@ -27,7 +27,7 @@ def platform_of(compute_capability: int | Platform | str | None = None) -> Platf
         return compute_capability
     if isinstance(compute_capability, str):
         return Platform.parse(compute_capability)
-    if compute_capability is not None and (not torch.version.hip):
+    if compute_capability is not None and not torch.version.hip:
         return Platform.parse(f"cuda:sm{compute_capability}") if compute_capability > 0 else Platform.detect("cpu")
     return Platform.detect("cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu")
 

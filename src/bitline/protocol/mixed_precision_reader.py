@@ -125,8 +125,9 @@ def group_scales(p: LayerParameters, spec: LinearSpec) -> tuple[Tensor, int]:
         data = data.view(-1, 1) if data.numel() == spec.n else data.view(1, -1)
     output_dim = getattr(param, "output_dim", None)
     if output_dim is None:
-        rows_first = p.config.has_g_idx if isinstance(p.config, MPLinearLayerConfig) else False
-        fits = [d for d in (0, 1) if data.shape[d] == spec.n and (data.shape[1 - d] == groups or rows_first)]
+        # With act-order a rank may hold the scales of all groups, not only of its own.
+        any_count = isinstance(p.config, MPLinearLayerConfig) and p.config.has_g_idx
+        fits = [d for d in (0, 1) if data.shape[d] == spec.n and (data.shape[1 - d] == groups or any_count)]
         if not fits:
             raise InputError("scales do not fit the layer", tensor=p.name("w_s"), found=list(data.shape),
                              expected=f"[{spec.n}, {groups}] or [{groups}, {spec.n}]")  # fmt: skip

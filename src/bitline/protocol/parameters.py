@@ -344,11 +344,13 @@ class GroupScaleParameter(BlockScaleParameter):
 
 
 class PerTensorScaleParameter(BitlineParameter):
-    """One scale for each fused layer, [layers].
+    """One scale for each fused layer.
 
     Args:
-        data: The initial tensor.
-        **more: See BitlineParameter.
+        data: The initial tensor, [number of fused layers].
+        weight_loader: Kept as an attribute for the engine.
+        tp_rank: This rank.
+        tp_size: Number of tensor-parallel ranks.
     """
 
     _may_widen = True

@@ -60,7 +60,7 @@ def baseline_error(x: Tensor, weight: QuantizedWeight, exact: Tensor) -> float:
 
 
 def _in_order(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """The layer with one float32 accumulator an output, K in ascending order, [M, N]."""
+    """The layer with one float32 accumulator per output, K in ascending order, [M, N]."""
     columns = _input(x, weight).float().T.contiguous()
     out = columns.new_zeros(x.shape[0], weight.spec.n)
     for rows in _row_chunks(weight):
@@ -147,7 +147,7 @@ def check(out: Tensor, x: Tensor, weight: QuantizedWeight, factor: float = FACTO
         out: The kernel's output, [M, N] in x's dtype.
         x: [M, K].
         weight: The weight [N, K].
-        factor: Multiple of torch's error that is allowed.
+        factor: Multiple of the baseline's error that is allowed.
 
     Returns:
         The comparison.
