@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from bitline.errors import CheckpointError
 from bitline.formats.common.ignored_modules import KV_CACHE_WARNING
@@ -17,12 +17,108 @@ _MAX_MATCHES = 50_000_000  # of a pattern against a name: half a minute; real mo
 # Projections whose outputs go into the KV cache.
 _KV_PROJECTIONS = ("k_proj", "v_proj", "kv_proj", "qkv_proj", "kv_b_proj", "query_key_value", "W_pack")
 
-TensorSpec = Mapping[str, Any]  # of one tensor, in Quark's own keys (dtype, qscheme, group_size, …)
 # Options of a tensor spec that decide what its numbers mean, and all values that they may have.
 _ALLOWED: dict[str, tuple[object, ...]] = {
     "symmetric": (None, True, False), "is_dynamic": (None, True, False), "is_scale_quant": (None, True, False),
     "scale_format": (None, "float", "float32", "e4m3", "e5m3", "e8m0"), "zero_point_type": (None, "int32", "float32"),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """How the config quantizes one tensor. options: in Quark's own keys, which only this class reads."""
+
+    options: Mapping[str, Any]
+
+    @property
+    def dtype(self) -> str:
+        """Quark's name of the dtype ("int4", "fp8_e4m3")."""
+        return str(self.options.get("dtype"))
+
+    @property
+    def qscheme(self) -> str:
+        """ "per_tensor", "per_channel", "per_token", "per_group" or "per_block"."""
+        return str(self.options.get("qscheme"))
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True where scales are computed at run time."""
+        return self.options.get("is_dynamic") is True
+
+    @property
+    def is_symmetric(self) -> bool:
+        """False where the config says that there are zero points."""
+        return self.options.get("symmetric") is not False
+
+    @property
+    def has_float_zeros(self) -> bool:
+        """True where zero points are floats."""
+        return self.options.get("zero_point_type") == "float32"
+
+    @property
+    def scale_format(self) -> str | None:
+        """How scales are stored ("e8m0", "e5m3", …), None where the config does not say."""
+        return self.options.get("scale_format")
+
+    @property
+    def mx_element(self) -> str:
+        """dtype of the elements of the "mx" type."""
+        return str(self.options.get("mx_element_dtype"))
+
+    # ---- scale blocks ----------------------------------------------------------------------------------------------------
+
+    def scale_block(self, n: int, k: int) -> tuple[int, int] | None:
+        """The scale block of an [n, k] weight; None where the spec names none, or an invalid one."""
+        axis, sizes = self.options.get("ch_axis"), self.options.get("block_size")
+        if self.qscheme == "per_tensor":
+            return n, k
+        if self.qscheme == "per_channel" and axis == 0:
+            return 1, k
+        if self.qscheme == "per_group" and self.along_k and self.block_k is not None:
+            return 1, self.block_k
+        if self.qscheme == "per_block" and isinstance(sizes, list) and len(sizes) == 2 and all(_is_size(s) for s in sizes):
+            return sizes[0], sizes[1]
+        return None
+
+    @property
+    def block_k(self) -> int | None:
+        """Columns of a group, None where the config gives no valid number."""
+        size = self.options.get("group_size")
+        return size if _is_size(size) else None
+
+    @property
+    def along_k(self) -> bool:
+        """True where groups are columns of a row."""
+        return self.options.get("ch_axis") in (1, -1)
+
+    @property
+    def has_axis(self) -> bool:
+        """True where the config names an axis."""
+        return self.options.get("ch_axis") is not None
+
+    def has_groups_of(self, columns: int) -> bool:
+        """Whether groups are this many columns of a row, the axis being the last where the config has none."""
+        return self.options.get("group_size") == columns and self.options.get("ch_axis", -1) in (1, -1)
+
+    @property
+    def block_text(self) -> str:
+        """qscheme, axis and block as the config has them, for errors."""
+        return f"qscheme {self.qscheme}, ch_axis {self.options.get('ch_axis')}, block_size {self.options.get('block_size')}"
+
+    @property
+    def size_text(self) -> str:
+        """The size of groups as the config has it, for errors."""
+        return f"group_size {self.options.get('group_size')!r}"
+
+    @property
+    def groups_text(self) -> str:
+        """Size and axis of groups as the config has them, for errors."""
+        return f"groups of {self.options.get('group_size')} along axis {self.options.get('ch_axis', -1)}"
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    """Whether a value of the config is a positive size."""
+    return type(value) is int and 1 <= value < 1 << 31
 
 
 @dataclass(frozen=True)
@@ -100,7 +196,7 @@ class QuarkConfig:
                 if not is_allowed(spec.get(key), allowed):
                     expected = " or ".join(map(repr, allowed))
                     raise self.error(f"{part}.{key}", f"{key} is not known", repr(spec.get(key)), expected)
-        return specs
+        return [TensorSpec(spec) for spec in specs]
 
     def _layer(self, module: str) -> Mapping[str, Any]:
         self._matches += len(self._by_name) + len(self._kv_patterns)

@@ -44,12 +44,12 @@ def integer_record(m: QuarkModule) -> LayerRecord:
     storage = INTEGERS[m.dtype]
     layout = _check_shapes(m, storage)
     # Quark writes zero points for symmetric weights too; those of signed types are all 0.
-    symmetric = storage.signed and m.weight_spec.get("symmetric") is not False
+    symmetric = storage.signed and m.weight_spec.is_symmetric
     zeros = m.find(ZERO)
     if zeros is None and not symmetric:
         m.require(ZERO)
     # Float zero points are not packed, may be outside the codes' range, and were rounded by some releases.
-    float_zeros = zeros is not None and (zeros.dtype in FLOATS or m.weight_spec.get("zero_point_type") == "float32")
+    float_zeros = zeros is not None and (zeros.dtype in FLOATS or m.weight_spec.has_float_zeros)
     if zeros is not None:
         _check_zeros(m, layout, float_zeros)
     weight: ScalarType = types.unsigned(storage.bits, symmetric=symmetric)
@@ -98,7 +98,7 @@ def _check_shapes(m: QuarkModule, storage: IntegerStorage) -> _Layout:
     if not fits:
         found = f"weight {[rows, columns]}, weight_scale {[groups, n]}"
         raise m.error(m.codes, "weight and weight_scale do not fit", found, f"{n} rows in both")
-    return _Layout(storage, n, k, (1, m.group_size(k, groups)), grouped, reorder)
+    return _Layout(storage, n, k, m.group_block(n, k, groups), grouped, reorder)
 
 
 # ---- zero points ---------------------------------------------------------------------------------------------------------

@@ -60,11 +60,11 @@ def _float_record(m: QuarkModule, n: int, k: int, weight: ScalarType) -> LayerRe
 def _scale_kind(m: QuarkModule) -> str:
     """How block scales are stored: " e4m3" under a global scale, " e5m3", " e8m0" or "" for floats."""
     if m.config.weight_scales:
-        found = m.config.weight_scales[0].get("dtype")
+        found = m.config.weight_scales[0].dtype
         if found != "fp8_e4m3":
             raise m.error(m.scale, "scales of this kind are not supported yet", found, "fp8_e4m3")
         return " e4m3"
-    declared = m.weight_spec.get("scale_format")
+    declared = m.weight_spec.scale_format
     if declared == "e5m3":
         return " e5m3"
     return " e8m0" if declared == "e8m0" or m.scale.dtype in E8M0 else ""
@@ -72,12 +72,11 @@ def _scale_kind(m: QuarkModule) -> str:
 
 def mx_record(m: QuarkModule) -> LayerRecord:
     """The "mx" type: a scale per 32 columns, stored as a two's complement exponent without the bias of E8M0."""
-    element, size = str(m.weight_spec.get("mx_element_dtype")), m.weight_spec.get("group_size")
-    axis = m.weight_spec.get("ch_axis", -1)
-    if m.dtype != "mx" or element not in MX_TYPES or size != _MX_BLOCK or axis not in (1, -1):
+    element = m.weight_spec.mx_element
+    if m.dtype != "mx" or element not in MX_TYPES or not m.weight_spec.has_groups_of(_MX_BLOCK):
         raise m.error(
             m.codes, "Quark weights of this kind are not supported yet",
-            f"{m.dtype} of {element}, groups of {size} along axis {axis}",
+            f"{m.dtype} of {element}, {m.weight_spec.groups_text}",
             f"mx of {', '.join(MX_TYPES)} in blocks of {_MX_BLOCK}",
             "quantize the model again with fp4 per group and scale_format e8m0",
         )  # fmt: skip

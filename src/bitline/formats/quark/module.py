@@ -32,7 +32,7 @@ class QuarkModule(ModuleTensors):
         self.config, self.pack_order = config.find(name), config.pack_order
         self.weight_spec = self.config.weight
         self.warnings += self.config.warnings
-        self.dtype, self.qscheme = str(self.weight_spec.get("dtype")), str(self.weight_spec.get("qscheme"))
+        self.dtype, self.qscheme = self.weight_spec.dtype, self.weight_spec.qscheme
 
     def check(self) -> None:
         """Refuse transformed activations, and look up the scale."""
@@ -47,26 +47,21 @@ class QuarkModule(ModuleTensors):
 
     def scale_block(self, n: int, k: int) -> tuple[int, int]:
         """The scale block that the config means."""
-        axis, sizes = self.weight_spec.get("ch_axis"), self.weight_spec.get("block_size")
-        if self.qscheme == "per_tensor":
-            return n, k
-        if self.qscheme == "per_channel" and axis == 0:
-            return 1, k
-        if self.qscheme == "per_group" and axis in (1, -1):
-            return 1, self.group_size(k, self.scale.shape[-1] if self.scale.shape else 0)
-        if self.qscheme == "per_block" and isinstance(sizes, list) and len(sizes) == 2 and all(is_size(s) for s in sizes):
-            return sizes[0], sizes[1]
-        found = f"qscheme {self.qscheme}, ch_axis {axis}, block_size {sizes}"
-        what = "weights quantized this way are not supported yet"
-        raise self.error(self.codes, what, found, "per tensor, row, group or block")
+        if self.qscheme == "per_group" and self.weight_spec.along_k:
+            return self.group_block(n, k, self.scale.shape[-1] if self.scale.shape else 0)
+        block = self.weight_spec.scale_block(n, k)
+        if block is None:
+            what = "weights quantized this way are not supported yet"
+            raise self.error(self.codes, what, self.weight_spec.block_text, "per tensor, row, group or block")
+        return block
 
-    def group_size(self, k: int, groups: int) -> int:
-        """The config's group_size, which must make this many groups of k columns."""
-        size: Any = self.weight_spec.get("group_size")
-        if not is_size(size) or -(-k // size) != groups or self.weight_spec.get("ch_axis") not in (1, -1):
+    def group_block(self, n: int, k: int, groups: int) -> tuple[int, int]:
+        """The scale block of a weight per group, which must make this many groups of k columns."""
+        block = self.weight_spec.scale_block(n, k)
+        if block is None or -(-k // block[1]) != groups:
             what, found = "the tensors and the config disagree about groups", f"{groups} groups of {k} columns"
-            raise self.error(self.scale, what, found, f"group_size {size!r}")
-        return int(size)
+            raise self.error(self.scale, what, found, self.weight_spec.size_text)
+        return block
 
     def num_codes(self, nbytes: int, bits: int) -> int:
         """Codes in this many bytes, which must hold whole ones."""
@@ -86,12 +81,12 @@ class QuarkModule(ModuleTensors):
         if not self.config.inputs:
             return None
         spec, *scale_specs = self.config.inputs
-        dtype, qscheme, dynamic = str(spec.get("dtype")), str(spec.get("qscheme")), spec.get("is_dynamic") is True
+        dtype, qscheme, dynamic = spec.dtype, spec.qscheme, spec.is_dynamic
         if dynamic and qscheme == "per_group" and (grouped := self._grouped_act(dtype)) is not None:
             return grouped
         per_token = dynamic and qscheme in ("per_channel", "per_token")
         known: dict[str, ScalarType] = {"fp8_e4m3": types.float8_e4m3fn, "int8": types.int8, "uint8": types.int8}
-        symmetric = spec.get("symmetric") is not False and dtype != "uint8"
+        symmetric = spec.is_symmetric and dtype != "uint8"
         supported = dtype in known and (qscheme == "per_tensor" or per_token) and not scale_specs
         if not supported or not (symmetric or dtype in ("int8", "uint8")):
             found = f"{dtype} {qscheme}, {'dynamic' if dynamic else 'static'}"
@@ -107,18 +102,17 @@ class QuarkModule(ModuleTensors):
     def _grouped_act(self, dtype: str) -> ActSpec | None:
         """FP8, MXFP4, MXFP6 or NVFP4 activations with a dynamic scale per group of columns; None for any other."""
         spec, *scale_specs = self.config.inputs
-        size = spec.get("group_size")
-        along_k = spec.get("ch_axis") in (None, 1, -1) and not any(scale.get("is_dynamic") for scale in scale_specs)
-        if not along_k or not isinstance(size, int) or not is_size(size) or dtype not in ("fp8_e4m3", *MX_TYPES):
+        along_k = (spec.along_k or not spec.has_axis) and not any(scale.is_dynamic for scale in scale_specs)
+        if not along_k or spec.block_k is None or dtype not in ("fp8_e4m3", *MX_TYPES):
             return None
-        if dtype == "fp4" and scale_specs and scale_specs[0].get("dtype") == "fp8_e4m3":
+        if dtype == "fp4" and scale_specs and scale_specs[0].dtype == "fp8_e4m3":
             self.scalar("input_scale_2", (torch.float32,))
-            return ActSpec(types.float4_e2m1, True, "group", size, scale="e4m3")
-        e8m0 = spec.get("scale_format") == "e8m0"
+            return ActSpec(types.float4_e2m1, True, "group", spec.block_k, scale="e4m3")
+        e8m0 = spec.scale_format == "e8m0"
         if scale_specs or not (dtype == "fp8_e4m3" or e8m0):
             return None
         weight = types.float8_e4m3fn if dtype == "fp8_e4m3" else MX_TYPES[dtype]
-        return ActSpec(weight, True, "group", size, scale="e8m0" if e8m0 else "float")
+        return ActSpec(weight, True, "group", spec.block_k, scale="e8m0" if e8m0 else "float")
 
     # ---- the record ------------------------------------------------------------------------------------------------------
 
@@ -134,14 +128,9 @@ class QuarkModule(ModuleTensors):
         if act is not None and not act.dynamic:
             fields: WeightFields = {"input_scale": self.read("input_scale").reshape(())}
             if not act.symmetric:
-                shift = 128 if str(self.config.inputs[0].get("dtype")) == "uint8" else 0
+                shift = 128 if self.config.inputs[0].dtype == "uint8" else 0
                 fields["input_zero"] = self.read("input_zero_point").reshape(()).int() - shift
             return fields
         if act is not None and act.scale == "e4m3":  # Quark's global scale multiplies, the canonical one divides
             return {"input_scale": self.read_reciprocal("input_scale_2")}
         return {}
-
-
-def is_size(value: object) -> bool:
-    """Whether a value of the config is a positive size."""
-    return type(value) is int and 1 <= value < 1 << 31
