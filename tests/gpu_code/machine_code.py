@@ -1,4 +1,4 @@
-"""What each compiled kernel variant is made of: proof that a change of the sources left the machine code alone. No GPU needed.
+"""Fingerprints of the machine code of each compiled kernel variant, to prove that a change does not alter it. No GPU needed.
 
     python tests/gpu_code/machine_code.py dump OUT.json [--target sm_90a ...] [--jobs 2] [--texts FOLDER]
     python tests/gpu_code/machine_code.py compare A.json B.json [--target sm_90a ...]
@@ -47,8 +47,8 @@ def symbols(text):
     return list(dict.fromkeys(found + re.findall(r"^\s*\.type\s+([\w$.]+),\s*@function", text, re.M)))
 
 
-def normalised(text, names, comment):
-    """The text without comments, file names, line information and the blanks left over; function i is called function_i.
+def normalized(text, names, comment):
+    """The text without comments, file names, line information and trailing blanks; function i is called function_i.
 
     A name after a dot is an instruction's (mad.wide.s32), unless it is a section's.
     """
@@ -79,18 +79,18 @@ def tool(name, *arguments):
 
 
 def texts_of(kernel):
-    """{kind of text: normalised text} of a compiled kernel, and its resources."""
+    """{kind of text: normalized text} of a compiled kernel, and its resources."""
     meta = kernel.metadata
     resources = {"shared": meta.shared} | {name: getattr(meta, name) for name in LAUNCH if hasattr(meta, name)}
-    # Arguments that a launch does not specialise for: Triton ignores, without a word, the name of one that was renamed.
+    # Arguments that a launch does not specialize for: Triton silently ignores a listed name that no argument has.
     resources["do_not_specialize"] = [i for i, argument in enumerate(kernel.src.fn.params) if argument.do_not_specialize]
     if "amdgcn" in kernel.asm:
         text = kernel.asm["amdgcn"]
         found = {name: re.findall(rf"\.{name}:\s*(\d+)", text) for name in AMD_USAGE}
         resources |= {name: int(number[0]) for name, number in found.items() if number}
-        return {"amdgcn": normalised(text, symbols(text), SEMICOLON)}, resources
+        return {"amdgcn": normalized(text, symbols(text), SEMICOLON)}, resources
     names = symbols(kernel.asm["ptx"])
-    found = {"ptx": normalised(kernel.asm["ptx"], names, SLASHES)}
+    found = {"ptx": normalized(kernel.asm["ptx"], names, SLASHES)}
     Path("kernel.cubin").write_bytes(kernel.asm["cubin"])
     usage = tool("cuobjdump", "-res-usage", "kernel.cubin")
     if usage is not None:
@@ -98,7 +98,7 @@ def texts_of(kernel):
         resources |= {ours: int(numbers[theirs]) for theirs, ours in USAGE.items()}
     sass = tool("nvdisasm", "-c", "-hex", "kernel.cubin")  # the encoding too: it alone holds stall counts and barriers
     if sass is not None:
-        found["sass"] = normalised(sass, names, SLASHES)
+        found["sass"] = normalized(sass, names, SLASHES)
         opcodes = Counter(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?(\w+)", sass, re.M))
         resources["spills"] = opcodes["LDL"] + opcodes["STL"]  # instructions, of the whole kernel
     return found, resources
@@ -196,10 +196,10 @@ def compare(a, b, targets):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("dump", help="compile every variant and record what it is made of")
+    command = commands.add_parser("dump", help="compile every variant and record its fingerprint")
     command.add_argument("out", type=Path)
     command.add_argument("--jobs", type=int, default=2, help="processes, each of one target at a time")
-    command.add_argument("--texts", type=Path, help="folder to write the normalised texts to, for diff")
+    command.add_argument("--texts", type=Path, help="folder to write the normalized texts to, for diff")
     command = commands.add_parser("compare", help="exit status 1 unless two dumps are the same but for labels")
     command.add_argument("a", type=Path)
     command.add_argument("b", type=Path)

@@ -57,11 +57,11 @@ gemm:                                   ; @gemm
 
 
 def ptx(text):
-    return machine_code.normalised(text, machine_code.symbols(text), machine_code.SLASHES)
+    return machine_code.normalized(text, machine_code.symbols(text), machine_code.SLASHES)
 
 
 def amdgcn(text):
-    return machine_code.normalised(text, machine_code.symbols(text), machine_code.SEMICOLON)
+    return machine_code.normalized(text, machine_code.symbols(text), machine_code.SEMICOLON)
 
 
 def test_ptx_loses_names_alone():
@@ -76,7 +76,7 @@ def test_ptx_loses_names_alone():
 
 def test_ptx_of_other_names_is_the_same():
     other = PTX.replace("mad.wide", "mad.WIDE").replace("wide", "matmul_kernel").replace("mad.WIDE", "mad.wide")
-    other = other.replace("unpack", "codes_of_words").replace(".loc\t1 20", ".loc\t1 7").replace(" // %r3", " // out: %r3")
+    other = other.replace("unpack", "dequantize").replace(".loc\t1 20", ".loc\t1 7").replace(" // %r3", " // out: %r3")
     assert ptx(other) == ptx(PTX)
 
 
@@ -97,20 +97,20 @@ def test_amdgcn():
 
 
 def test_sass_of_other_names_is_the_same():
-    sass = """//--------------------- .text.ring  -----
-\t.section\t.text.ring,"ax",@progbits
-        .size           ring,(.L_x_8 - ring)
-.text.ring:
+    sass = """//--------------------- .text.gemm  -----
+\t.section\t.text.gemm,"ax",@progbits
+        .size           gemm,(.L_x_8 - gemm)
+.text.gemm:
         /*0000*/                   LDC R1, c[0x0][0x28] ;              /* 0x00000a00ff017b82 */
 """
-    text = machine_code.normalised(sass, ["ring"], machine_code.SLASHES)
-    assert text == machine_code.normalised(sass.replace("ring", "gemv_kernel"), ["gemv_kernel"], machine_code.SLASHES)
-    assert "ring" not in text and "LDC R1, c[0x0][0x28] ;              /* 0x00000a00ff017b82 */\n" in text
+    text = machine_code.normalized(sass, ["gemm"], machine_code.SLASHES)
+    assert text == machine_code.normalized(sass.replace("gemm", "gemv_kernel"), ["gemv_kernel"], machine_code.SLASHES)
+    assert "gemm" not in text and "LDC R1, c[0x0][0x28] ;              /* 0x00000a00ff017b82 */\n" in text
 
 
 def test_comment_is_not_within_quotes():
-    assert machine_code.normalised('a "x//y" b // c\n', [], machine_code.SLASHES) == 'a "x//y" b\n'
-    assert machine_code.normalised("a // b // c\n", [], machine_code.SLASHES) == "a\n"
+    assert machine_code.normalized('a "x//y" b // c\n', [], machine_code.SLASHES) == 'a "x//y" b\n'
+    assert machine_code.normalized("a // b // c\n", [], machine_code.SLASHES) == "a\n"
 
 
 def variant(label, resources=None, **hashes):

@@ -10,9 +10,7 @@ from bitline.testing import poison
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
-
-
-# What a file's tests in the interpreter are run by: those that `make test` samples, and the rest.
+# The tiers of a file's interpreted tests: the sample that `make test` runs, and the rest.
 tiers = pytest.mark.parametrize(
     "tier", [pytest.param("not exhaustive", id="sample"), pytest.param("exhaustive", id="rest", marks=pytest.mark.exhaustive)]
 )

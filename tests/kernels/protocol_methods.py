@@ -72,7 +72,6 @@ def mp(layer, kind, group, zero_points, has_g_idx, act=BF16, out=None):
 class GPTQ(Method):
     """qweight [K/f, N], scales [G, N] in the model's dtype, qzeros [G, N/f], unused where symmetric, and g_idx [K]."""
 
-    bits, group, desc_act = 4, 128, False
     types: ClassVar = {2: linear.uint2b2, 3: linear.uint3b4, 4: linear.uint4b8, 8: linear.uint8b128}
 
     def __init__(self, kernel=None, bits=4, group=128, desc_act=False):

@@ -48,9 +48,9 @@ def read_by_wgmma(packed, bits):
             for r in range(2):
                 for h in range(2):
                     for e in range(2):
-                        word = packed[:, :, h if planes == 2 else 0, at]
+                        int32 = packed[:, :, h if planes == 2 else 0, at]
                         shift = 16 * e + (8 * r if bits == 8 else 4 * (r + 2 * h))
-                        code = (word >> shift) & ((1 << bits) - 1)
+                        code = (int32 >> shift) & ((1 << bits) - 1)
                         out[g + 8 * r :: 16, 16 * step + 8 * h + 2 * q + e :: 64] = code.to(torch.uint8)
     return out
 
@@ -65,11 +65,11 @@ def read_by_mma_sync(packed, bits):
         for h in range(2):
             for j in range(2):
                 for i in range(4):  # registers a0 … a3: rows g, g + 8 with b0, then with b1
-                    word = packed[:, :, h if planes == 2 else 0, 32 * q + 4 * g + 2 * j + i // 2]
+                    int32 = packed[:, :, h if planes == 2 else 0, 32 * q + 4 * g + 2 * j + i // 2]
                     for e in range(2):
                         shift = 16 * e + (8 * (i % 2) if bits == 8 else 4 * (i % 2 + 2 * h))
                         column = 16 * q + 8 * h + 2 * (2 * j + i // 2) + e
-                        out[g + 8 * (i % 2) :: 16, column::64] = ((word >> shift) & ((1 << bits) - 1)).to(torch.uint8)
+                        out[g + 8 * (i % 2) :: 16, column::64] = ((int32 >> shift) & ((1 << bits) - 1)).to(torch.uint8)
     return out
 
 

@@ -41,9 +41,6 @@ def test_conformance(level):
     check_kernel(Kernel, specs if level == LEVELS[-1] else specs[::4])
 
 
-INTEGERS = [t for t in types.SCALAR_TYPES.values() if t.kind == "int"]
-
-
 @pytest.mark.parametrize("kind", types.SCALAR_TYPES.values(), ids=str)
 @pytest.mark.parametrize("group", [1, 7, 16, 32, 100])
 def test_every_type_and_group(level, kind, group):

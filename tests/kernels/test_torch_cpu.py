@@ -260,7 +260,7 @@ class TestInt8MM:
         for change, reason in (
             ({"block": (1, 128)}, "groups of 128"), ({"zero": "int"}, "zero points"), ({"act": None}, "16 or 32 bit"),
             ({"act": ActSpec.parse("float8_e4m3fn-dynamic-token")}, "float8"),
-            ({"k": 1 << 17, "block": (1, 1 << 17)}, "overflow"), ({"act": ActSpec.parse("int8-dynamic-group32")}, "groups of 32"),
+            ({"k": 1 << 17, "block": (1, 1 << 17)}, "overflow"), ({"act": ActSpec.parse("int8-dynamic-group32")}, "group32"),
         ):  # fmt: skip
             verdict = self.kernel.can_implement(spec.replace(**change))
             assert not verdict and reason in verdict.reason and verdict.fix

@@ -11,8 +11,6 @@ import pytest
 pytest.importorskip("triton")
 
 SPILLS = {("sm_80", "3 bits zero M=64"): 48}  # bytes per thread
-
-
 STEPS = [pytest.param(12, id="twelfth"), pytest.param(1, id="all", marks=pytest.mark.exhaustive)]  # of the variants
 
 

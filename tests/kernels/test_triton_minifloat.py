@@ -85,7 +85,7 @@ def test_every_kind_of_scale_and_order(spec):
 @pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float16, torch.float32], 3))
 @pytest.mark.parametrize("kind", thinned(TYPES, 2), ids=lambda k: k.name)
 def test_every_code_in_every_position(kind, dtype):
-    """Row i holds code i alone, in a column of its own, so that every code and every field of a word is dequantized exactly."""
+    """Row i holds code i alone, in a column of its own, so that every code and every field of an int32 is dequantized exactly."""
     n, k = 1 << kind.bits, 272
     codes = torch.zeros(n, k, dtype=torch.uint8)
     row = torch.arange(n)

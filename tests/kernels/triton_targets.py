@@ -76,7 +76,7 @@ def compiled(kernel, pointers, constants, target):
 
 
 def resources(kernel):
-    """[registers, bytes of spills] per thread; None where Triton's package brings no cuobjdump."""
+    """[registers, bytes of spills] per thread; None where Triton's package has no cuobjdump."""
     if "amdgcn" in kernel.asm:
         found = [re.search(rf"\.{name}:\s*(\d+)", kernel.asm["amdgcn"]) for name in ("vgpr_count", "private_segment_fixed_size")]
         return [int(number[1]) for number in found]
@@ -95,7 +95,7 @@ NVIDIA = (r"\s*(\.L_x_\d+):", r"\s+/\*[0-9a-f]{4,5}\*/\s+(.*)", r".*BRA.*`\((\.L
 
 
 def main_loop(kernel):
-    """Instructions of the longest loop with an MMA or FMA; None where Triton's package brings no disassembler."""
+    """Instructions of the longest loop with an MMA or FMA; None where Triton's package has no disassembler."""
     if "amdgcn" in kernel.asm:
         lines, (label, code, branch, mma) = kernel.asm["amdgcn"].splitlines(), AMD
     else:

@@ -23,10 +23,10 @@ def clear_caches():
     humming._layer_config.cache_clear()
 
 
-@pytest.mark.parametrize(("kernel", "place", "specs"), CASES, ids=lambda c: getattr(c, "__name__", ""))
-def test_computes_what_the_spec_says(kernel, place, specs):
+@pytest.mark.parametrize(("kernel", "platform", "specs"), CASES, ids=lambda c: getattr(c, "__name__", ""))
+def test_computes_what_the_spec_says(kernel, platform, specs):
     with fakes_humming.humming():
-        assert len(check_kernel(kernel, specs, place).passed) == len(specs)
+        assert len(check_kernel(kernel, specs, platform).passed) == len(specs)
 
 
 @pytest.mark.parametrize(("kernel", "spec", "part"), REFUSED)
@@ -38,7 +38,7 @@ def test_refusals_are_refusals_before_packing(kernel, spec, part):
 def test_platforms_and_choices():
     assert "pip install humming-kernels" in HummingLinearKernel.is_supported(Platform.parse("cuda:sm90")).fix
     assert "sm89" in humming.HummingFP8ScaledMMLinearKernel.is_supported(Platform.parse("cuda:sm80,humming")).reason
-    for spec, place, best in (
+    for spec, platform, best in (
         (W4, "cuda:sm90,humming", "GluonHopperLinearKernel"),  # measured: 3.8 and 8.6 us at 4096x4096
         (W4.replace(weight=bitline.types.uint3b4), "cuda:sm90,humming", "TritonW4A16LinearKernel"),  # humming is nondeterministic
         (W4.replace(act=W8A8.act), "cuda:sm90,humming", "TritonFakeQuantLinearKernel"),  # 7.3 us there; humming's W8A8 14.9
@@ -46,7 +46,7 @@ def test_platforms_and_choices():
         (W4, "rocm:gfx942,humming", "TritonW4A16LinearKernel"),
     ):
         spec = spec.replace(n=4096, k=4096)
-        assert bitline.choose(spec, place, Policy()).best.name == best
+        assert bitline.choose(spec, platform, Policy()).best.name == best
     refused = {c.name: c.verdict for c in bitline.choose(W4, "cuda:sm90,humming", Policy(deterministic=True)).candidates}
     assert "not deterministic" in refused["HummingLinearKernel"].reason
 

@@ -29,8 +29,6 @@ W4S = [
 E4M3 = types.float8_e4m3fn
 MX8 = LinearSpec(64, 256, E4M3, (1, 32), scale_dtype=torch.float8_e8m0fnu, act=ActSpec(E4M3, True, "group", 32, scale="e8m0"))
 MX8S = [MX8, MX8.replace(bias=True), MX8.replace(n=33, k=77), MX8.replace(n=7, k=130, act_dtype=torch.float16)]
-
-
 F8 = LinearSpec(64, 256, E4M3, (1, 256), scale_dtype=torch.float32, act=ActSpec(E4M3))
 F8B = LinearSpec(256, 384, E4M3, (128, 128), scale_dtype=torch.float32, act=ActSpec(E4M3, True, "group", 128))
 F8S = [

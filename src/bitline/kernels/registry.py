@@ -105,9 +105,17 @@ def register_kernel(
 ) -> type[Kernel]:
     """Register a kernel class, so that `choose` ranks it.
 
-    platform: "cpu", "cuda", "rocm" or "xpu" to offer it there alone; None: on all platforms that the class names.
-    priority: breaks ties of cost, larger first; None: the class's own. Returns the class.
-    Raises NoKernelError for what is no Kernel class, an unknown platform, and a name that is taken unless `replace`.
+    Args:
+        kernel: The class, found by its name from now on.
+        platform: "cpu", "cuda", "rocm" or "xpu" to offer it there alone; None for all platforms that the class names.
+        priority: Breaks ties of cost, larger first; None for the class's own.
+        replace: Whether it may replace another kernel of the same name.
+
+    Returns:
+        The class.
+
+    Raises:
+        NoKernelError: For what is no Kernel class, an unknown platform, or a name that is taken.
     """
     if not (isinstance(kernel, type) and issubclass(kernel, Kernel)):
         raise NoKernelError("only subclasses of bitline.Kernel are kernels", found=repr(kernel))
@@ -134,7 +142,14 @@ def _add(
 
 
 def unregister_kernel(name: str) -> None:
-    """Remove a kernel from the registry. Raises NoKernelError for an unknown name."""
+    """Remove a kernel from the registry.
+
+    Args:
+        name: The kernel's class name.
+
+    Raises:
+        NoKernelError: Where no such kernel is registered.
+    """
     global _entries
     with _lock:
         if name not in _entries:

@@ -25,9 +25,10 @@ log = logging.getLogger("bitline")
 
 
 class _MarlinKernel(Kernel):
-    """Base of the four.
+    """Base of the Marlin kernels.
 
-    weight_type: the only weight type. sf_vec_size: columns per block scale, 0: any scale block. sf_dtype: of scales, None: any.
+    weight_type: the only weight type. sf_vec_size: columns per block scale, 0 for any scale block. sf_dtype: the scales' dtype,
+    None for any.
     """
 
     platforms = ("cuda",)

@@ -25,7 +25,7 @@ def unmeasured_scale(platform: Platform) -> float:
 
 
 def dense_gemm(weights: int, m: int, dtype: torch.dtype, platform: Platform) -> float:
-    """A GEMM of M rows with a dense weight of N * K elements that is in cache."""
+    """A GEMM with M = m and a dense weight of `weights` = N * K elements, which is in cache."""
     if dtype == torch.float16 and m < 8:
         return weights * (3e-11 + m * 3e-11) * core_scale(platform)
     rate = platform.rates.bf16 if dtype == torch.bfloat16 else platform.rates.fp32

@@ -103,7 +103,7 @@ class SmallMConfig(NamedTuple):
 class WgmmaConfig(NamedTuple):
     """A config of `wgmma_persistent`: persistent, warp-specialized, for M > 16.
 
-    tile_m: rows of x per tile; wgmma's N.
+    tile_m: tile size along M, which is wgmma's N.
     k_blocks_per_stage: K blocks of 64 columns per pipeline stage.
     stages: shared-memory stages of the TMA pipeline.
     n64_per_warpgroup: 64-row tiles of W per consumer warpgroup; 1 or 2.
@@ -111,10 +111,10 @@ class WgmmaConfig(NamedTuple):
     raster_group_n: tiles along N that are rasterized together, for L2 reuse.
     pdl: programmatic dependent launch: weights are prefetched before the previous kernel ends.
     num_consumer_warpgroups: consumer (math) warpgroups, side by side along N.
-    tile_m_extra: further rows of x per tile, a second MMA with the same fragment of W; 0 for none.
+    tile_m_extra: added to the tile size along M by a second MMA with the same fragment of W; 0 for none.
     ctas_per_sm: CTAs that share an SM.
     pingpong: consumer warpgroups issue their MMAs one after the other and dequantize meanwhile.
-    split_reduce: where all stream-K tiles have as many CTAs, two or four of these reduce and store a half or quarter each.
+    split_reduce: where all stream-K tiles have equally many CTAs, two or four of these reduce and store a half or quarter each.
     """
 
     tile_m: int
@@ -135,7 +135,7 @@ class WgmmaConfig(NamedTuple):
 
     @property
     def cta_m(self) -> int:
-        """Rows of x per tile."""
+        """Tile size along M, both MMAs together."""
         return self.tile_m + self.tile_m_extra
 
     @property

@@ -17,8 +17,8 @@ from bitline.types import LinearSpec
 class _Launch(NamedTuple):
     """A launch for one shape of x.
 
-    launch, packs_args, head: see `runtime.Binary`. plan: where tensor maps or a workspace are needed, else None. middle, tail:
-    the kernel's arguments after x, and after y and the workspace.
+    launch, packs_args, head: see `runtime.Binary`. plan: where tensor maps or a workspace are needed, else None. args_after_x,
+    args_after_y: the kernel's arguments between x and y, and those after y and the workspace.
     """
 
     launch: Any
@@ -28,8 +28,8 @@ class _Launch(NamedTuple):
     y_shape: tuple[int, ...]
     y_strides: tuple[int, ...]
     plan: SmallMPlan | WgmmaPlan | None
-    middle: tuple[Any, ...]
-    tail: tuple[Any, ...]
+    args_after_x: tuple[Any, ...]
+    args_after_y: tuple[Any, ...]
 
 
 class EagerLinear:
@@ -62,14 +62,14 @@ class EagerLinear:
             or self.weight.data_ptr() != self.weight_address
         ):  # fmt: skip
             return None
-        run, packs_args, num_ctas, head, y_shape, y_strides, plan, middle, tail = entry
+        run, packs_args, num_ctas, head, y_shape, y_strides, plan, after_x, after_y = entry
         y: Tensor = self.empty(y_shape, y_strides, self.dtype)
         stream = runtime.raw_stream(self.device)
         if plan is None:
-            args = (x_address, *middle, y.data_ptr(), *tail)
+            args = (x_address, *after_x, y.data_ptr(), *after_y)
         else:
             partials, flags = workspace(x, plan.workspace_size, stream) if plan.workspace_size else (0, 0)
-            args = (*plan.x_args(x_address), *middle, *plan.y_args(y.data_ptr()), partials, flags, *tail)
+            args = (*plan.x_args(x_address), *after_x, *plan.y_args(y.data_ptr()), partials, flags, *after_y)
         if packs_args:
             run(num_ctas, 1, 1, stream, *head, args)
         else:
@@ -95,21 +95,22 @@ class EagerLinear:
         bias_address = 0 if bias is None else bias.data_ptr()
         if perm.numel() or k % 8 or (k % 64 and plan.pads_k) or bias_address % 16:
             return None
-        middle: tuple[Any, ...]
-        tail: tuple[Any, ...]
+        after_x: tuple[Any, ...]
+        after_y: tuple[Any, ...]
         keep: SmallMPlan | WgmmaPlan | None
         if isinstance(plan, SmallMPlan):
-            middle = (weight.data_ptr(), scale.data_ptr(), zero.data_ptr(), bias_address, alpha.data_ptr())
-            tail = (*(() if plan.workspace_size else plan.no_workspace), m, n, k, *plan.tail)
+            after_x = (weight.data_ptr(), scale.data_ptr(), zero.data_ptr(), bias_address, alpha.data_ptr())
+            after_y = (*(() if plan.workspace_size else plan.no_workspace), m, n, k, *plan.tail)
             keep = plan if plan.workspace_size else None
         elif n % 8:
             return None
         else:
-            middle, tail, keep = plan.weight_args(weight, scale, zero), (bias_address, alpha.data_ptr(), *plan.tail), plan
+            after_x, after_y = plan.weight_args(weight, scale, zero), (bias_address, alpha.data_ptr(), *plan.tail)
+            keep = plan
         y_shape = (*x.shape[:-1], n)
         y_strides = torch.empty(y_shape, device="meta").stride()
         binary = plan.binary
         assert binary is not None
         return _Launch(
-            binary.launch, binary.packs_args, plan.num_ctas, binary.head, y_shape, y_strides, keep, middle, tail
+            binary.launch, binary.packs_args, plan.num_ctas, binary.head, y_shape, y_strides, keep, after_x, after_y
         )  # fmt: skip

@@ -35,7 +35,7 @@ def _pipelined(
     )  # fmt: skip
 
 
-# By ceil(M / 8). Of two hundred configs the fastest where the busiest SM had as many CTAs; lines through one to three timings
+# By ceil(M / 8). Of two hundred configs the fastest for ctas_per_sm CTAs on the busiest SM; lines through one to three timings
 # each, W4A16 in scale blocks of 128. Columns: n16_per_warp, warps_per_k_slice, num_warps, stages; ctas_per_sm, us, ns per block.
 SMALL_M_COSTS = {
     1: (
@@ -255,15 +255,15 @@ def _num_tiles(config: WgmmaConfig, m: int, n: int) -> int:
 
 
 def _candidate_num_ctas(num_tiles: int, sms: int, config: WgmmaConfig) -> list[int]:
-    """CTA counts worth estimating: all, a power of two, the most that divide the tiles evenly, and the most of which every tile
-    gets as many. Where one of the last two is nearly all, no others."""
-    slots = sms * config.ctas_per_sm
-    even = next((p for p in range(slots, slots * 3 // 4, -1) if num_tiles % p == 0), 0)
-    same_per_tile = num_tiles * (slots // num_tiles)
+    """CTA counts worth estimating: as many as are resident, a power of two, the largest that divides the tiles, and the largest
+    that gives every tile the same number of CTAs. Where one of the last two is nearly the first, no others."""
+    resident = sms * config.ctas_per_sm
+    even = next((p for p in range(resident, resident * 3 // 4, -1) if num_tiles % p == 0), 0)
+    same_per_tile = num_tiles * (resident // num_tiles)
     power = config.ctas_per_sm << (sms.bit_length() - 1)
     flags = config.num_consumer_warpgroups * (4 if config.split_reduce else 1)  # of a stream-K tile
-    best = [p for p in (even, same_per_tile) if p >= 0.95 * slots and num_tiles % p * flags <= MAX_FLAGS]
-    return list(dict.fromkeys(best or (p for p in (even, same_per_tile, slots, power) if 0 < p <= MAX_FLAGS // flags + 1)))
+    best = [p for p in (even, same_per_tile) if p >= 0.95 * resident and num_tiles % p * flags <= MAX_FLAGS]
+    return list(dict.fromkeys(best or (p for p in (even, same_per_tile, resident, power) if 0 < p <= MAX_FLAGS // flags + 1)))
 
 
 def _wgmma_us(config: WgmmaConfig, cost: WgmmaCost, m: int, n: int, k: int) -> float:

@@ -35,7 +35,7 @@ def pack_codes(codes: Tensor, bits: int, k: int, xor_mask: int) -> Tensor:
     """Packed rows uint8 [N, >= K * bits / 8] (`bitline.bitstream`) to packed int32 [N/16, K/64, planes, 128].
 
     bits: 4 or 8. xor_mask: XORed onto every code (8 and 128 turn two's complement into offset binary); padding holds it. Only
-    bytes are moved, a run of rows at a time: scratch is at most about 4 x 64 MiB.
+    bytes are moved, a chunk of rows at a time: scratch is at most about 4 x 64 MiB.
     """
     n = codes.shape[0]
     n16_tiles, columns = padded_shape(n, k)
@@ -86,15 +86,15 @@ _E4M3_BF16 = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
 
 
 def spread_float_bits(packed: Tensor, bits: int, fp16: bool = False) -> Tensor:
-    """Packed int32 with the bits of each half-word at the positions above: a table look-up on bytes, in runs; a new tensor.
+    """Packed int32 with the bits of each half-word at the positions above: a table look-up on bytes, in chunks; a new tensor.
 
     bits: 4 for E2M1, 8 for E4M3. fp16: for dequantization to float16 (E2M1 alone).
     """
     codes = _E4M3_BF16 if bits == 8 else _E2M1_FP16 if fp16 else _E2M1_BF16
     byte = torch.arange(256, dtype=torch.int32)
     tables = []
-    for part in range(2):  # the lower and the upper byte of a half-word
-        half_word = byte << (8 * part)
+    for i_byte in range(2):  # the lower and the upper byte of a half-word
+        half_word = byte << (8 * i_byte)
         moved = torch.zeros_like(byte)
         for c, positions in enumerate(codes):
             for i, position in enumerate(positions):
@@ -103,8 +103,8 @@ def spread_float_bits(packed: Tensor, bits: int, fp16: bool = False) -> Tensor:
     out = torch.empty_like(packed)
     source, target = packed.view(-1).view(torch.uint8).view(-1, 2), out.view(-1).view(torch.int16)
     for at in range(0, source.shape[0], 1 << 23):
-        run = source[at : at + (1 << 23)]
-        target[at : at + (1 << 23)] = tables[0].index_select(0, run[:, 0].int()) | tables[1].index_select(0, run[:, 1].int())
+        chunk = source[at : at + (1 << 23)]
+        target[at : at + (1 << 23)] = tables[0].index_select(0, chunk[:, 0].int()) | tables[1].index_select(0, chunk[:, 1].int())
     return out
 
 

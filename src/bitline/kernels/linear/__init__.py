@@ -6,7 +6,7 @@ from typing import Any
 
 from bitline.kernels import registry
 from bitline.kernels.providers.ark import get_ark_state
-from bitline.protocol import zentorch as zentorch  # zentorch layer class
+from bitline.protocol import zentorch as zentorch  # registers its adapter
 from bitline.protocol.adapter import protocol_class_by_name
 from bitline.protocol.autoround import INCARKLinearMethod, INCLayerConfig, INCXPULinearBase, INCXPULinearMethod
 from bitline.protocol.choosing import (
@@ -86,7 +86,6 @@ from bitline.types import (
 )  # fmt: skip
 
 __all__ = [
-
     "BitlineParameter",
     "BlockScaleParameter",
     "ChannelScaleParameter",

@@ -196,7 +196,7 @@ class HummingLinearKernel(_HummingKernel):
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """A roofline and 2.5 us per call: within 20 % of times measured on an H200 (W4A16, MXFP4 and NVFP4; 4096x4096 to
-        8192x28672; M from 1 to 4096). Groups of less than 64 columns reach a smaller share of the bandwidth."""
+        8192x28672; M from 1 to 4096). Groups of less than 64 columns reach a smaller fraction of the bandwidth."""
         rates, small_groups = platform.rates, 0 < spec.block[1] < min(64, spec.k)
         size = spec.weight_bytes() + 2 * m * (spec.n + spec.k)
         compute = 2.0 * m * spec.n * spec.k / ((0.55 if m <= 128 else 0.86) * rates.bf16)

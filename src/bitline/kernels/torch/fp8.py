@@ -21,7 +21,7 @@ _AMD = ("gfx942", "gfx950", "gfx1200", "gfx1201")
 
 
 class _TorchFP8Kernel(Kernel):
-    """Base of the three kernels: pads FP8 codes to multiples of 16 and quantizes activations as the scheme asks.
+    """Base of the FP8 kernels: pads codes to multiples of 16 and quantizes activations as the scheme asks.
 
     min_m: the value that smaller M are padded to.
     """

@@ -111,13 +111,13 @@ class TorchInt4PackLinearKernel(Kernel):
         nibbles = _nibble_planes(spec.weight)
         planes = 1 if nibbles is None else nibbles.planes
         n, k = _padded(spec)
-        amx, share = "amx" in platform.features, cpu_costs.core_scale(platform)
+        amx, core_scale = "amx" in platform.features, cpu_costs.core_scale(platform)
         extra = cpu_costs.CALL * (planes + 1) / 2 + cpu_costs.fake_quant(spec, platform, m)
         if m < _panel_crossover_m(n * k * planes, planes, amx):
-            work = planes * n * k * max(FIRST_TOKEN[amx], m * EACH_TOKEN[amx]) * share
+            work = planes * n * k * max(FIRST_TOKEN[amx], m * EACH_TOKEN[amx]) * core_scale
             return max(work, cls.packed_bytes(spec) / platform.rates.bandwidth) + extra
         matmul = cpu_costs.dense_gemm(n * k, m, torch.bfloat16, platform)
-        return _panel_seconds(n * k, planes, amx) * share + matmul + extra
+        return _panel_seconds(n * k, planes, amx) * core_scale + matmul + extra
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:

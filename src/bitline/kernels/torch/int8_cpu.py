@@ -85,12 +85,12 @@ class TorchInt8PackLinearKernel(Kernel):
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """The operator's time below the crossover, dequantization and a matmul above it."""
-        weights, amx, share = spec.n * spec.k, "amx" in platform.features, cpu_costs.core_scale(platform)
+        weights, amx, core_scale = spec.n * spec.k, "amx" in platform.features, cpu_costs.core_scale(platform)
         extra = cpu_costs.CALL + cpu_costs.fake_quant(spec, platform, m)
         if m < _panel_crossover_m(weights, amx):
-            read = max(cls.packed_bytes(spec) / (0.95 * platform.rates.bandwidth), weights * FIRST_TOKEN[amx] * share)
-            return read + weights * (m - 1) * EACH_TOKEN[amx] * share + extra
-        return _panel_seconds(weights, amx) * share + cpu_costs.dense_gemm(weights, m, torch.bfloat16, platform) + extra
+            read = max(cls.packed_bytes(spec) / (0.95 * platform.rates.bandwidth), weights * FIRST_TOKEN[amx] * core_scale)
+            return read + weights * (m - 1) * EACH_TOKEN[amx] * core_scale + extra
+        return _panel_seconds(weights, amx) * core_scale + cpu_costs.dense_gemm(weights, m, torch.bfloat16, platform) + extra
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:

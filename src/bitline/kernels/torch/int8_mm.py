@@ -54,8 +54,7 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
             what = "16 or 32 bit" if act is None else f"{act.dtype}"
             return no(f"the scheme has {what} activations", "int8 activations (W8A8)")
         if act.granularity == "group":
-            return no(f"the activation scale changes along K, in groups of {act.group_size}",
-                      "activation scales per token or per tensor")  # fmt: skip
+            return no(f"activation scheme {act}: the scale changes along K", "activation scales per token or per tensor")
         if not fits_int8(spec):
             return no(f"{spec.weight} codes are not integers of -128..127 times a step", "a signed or biased integer type")
         if spec.k > 1 << 16:

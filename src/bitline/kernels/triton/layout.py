@@ -126,7 +126,7 @@ def pack(weight: QuantizedWeight) -> Packed:
     - a LUT int16 [3, 16]: the bits of its values in the 16-bit input dtype, and the low and the high halves of float32.
     """
     spec, layout = weight.spec, layout_of(weight.spec)
-    columns = _place_columns(weight, layout)
+    columns = _packed_columns(weight, layout)
     codes, aux = _pack_codes(weight, layout, columns)
     row = (torch.arange(spec.n, device=weight.device) + spec.block_offset[0]) // spec.block[0]
     absent = torch.empty(0, device=weight.device)
@@ -180,7 +180,7 @@ class _PackedColumns:
     k_blocks: int
 
 
-def _place_columns(weight: QuantizedWeight, layout: PackedLayout) -> _PackedColumns:
+def _packed_columns(weight: QuantizedWeight, layout: PackedLayout) -> _PackedColumns:
     k, device = weight.spec.k, weight.device
     source = weight.perm if weight.perm is not None else torch.arange(k, dtype=torch.int32, device=device)
     scale_column = None
@@ -234,9 +234,9 @@ def _pack_codes(weight: QuantizedWeight, layout: PackedLayout, columns: _PackedC
         if s.weight.signed:
             codes = codes ^ (1 << (layout.code_type.bits - 1))
         rows = codes.shape[0]
-        placed = torch.zeros(rows, k_blocks * layout.block_k, dtype=torch.uint8, device=weight.device)
-        placed[:, columns.position] = codes
-        low, high = _pack_int32(placed.view(rows, k_blocks, fields, INT32_PER_BLOCK, 2), layout)
+        padded = torch.zeros(rows, k_blocks * layout.block_k, dtype=torch.uint8, device=weight.device)
+        padded[:, columns.position] = codes
+        low, high = _pack_int32(padded.view(rows, k_blocks, fields, INT32_PER_BLOCK, 2), layout)
         out[:, r : r + rows] = low.transpose(0, 1)
         if layout.high_bits:
             high_plane[:, r : r + rows] = high.transpose(0, 1).to(high_dtype)

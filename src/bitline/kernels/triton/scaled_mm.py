@@ -24,7 +24,7 @@ _ALIGN = 16  # K is padded to it
 
 
 class _TritonScaledMM(Kernel):
-    """Base of both kernels: platforms and cost. rate: the peak that `cost` uses, "int8" or "fp8"."""
+    """Base of the W8A8 kernels: platforms and cost. rate: the peak that `cost` uses, "int8" or "fp8"."""
 
     platforms = ("cuda", "rocm", "xpu", "cpu")
     backend = "triton"
@@ -80,8 +80,7 @@ class TritonInt8ScaledMMLinearKernel(_TritonScaledMM):
         if act is None or act.dtype.kind != "int" or act.dtype.bits != 8:
             return no("the scheme has no int8 activations", "W8A8")
         if act.granularity == "group":
-            return no(f"the activation scale changes along K, in groups of {act.group_size}",
-                      "activation scales per token or per tensor")  # fmt: skip
+            return no(f"activation scheme {act}: the scale changes along K", "activation scales per token or per tensor")
         if not fits_int8(spec) or spec.zero != "none":
             return no(f"{spec.weight} codes are not integers of -128..127 times a step", "a signed or biased integer type")
         if spec.k > 1 << 16:

@@ -2,7 +2,7 @@
 """Epilogue of `wgmma_persistent`: store whole tiles, and reduce the partials of stream-K tiles.
 
 A consumer warpgroup's accumulators are a tuple: one MMA, or two where it has a second 64-row tile of W (n64_per_warpgroup = 2) or
-further rows of x (tile_m_extra). Partials are kept in thread-major order: [128 threads, tile_m / 2], so that a thread stores and
+a second tile of x (tile_m_extra). Partials are kept in thread-major order: [128 threads, tile_m / 2], so that a thread stores and
 loads vectors of 16 bytes that are its own accumulators.
 
 `scheme` is a `traits.SchemeTraits`, `cfg` a `traits.WgmmaTraits`; `work`, `schedule` and `pointers` as in `wgmma_persistent`.
@@ -94,7 +94,7 @@ def split_half(v, TILE_M: gl.constexpr):
 
 @gluon.jit
 def split_slices(v, TILE_M: gl.constexpr, SLICES: gl.constexpr):
-    """`thread_major` accumulators as 2 or 4 slices of the rows of x."""
+    """`thread_major` accumulators as 2 or 4 slices along M."""
     v0, v1 = split_half(v, TILE_M)
     slices = (v0, v1)
     if SLICES == 4:
@@ -108,7 +108,7 @@ def split_slices(v, TILE_M: gl.constexpr, SLICES: gl.constexpr):
 def store_tiles(
     v, y_descs, y_smem, n, m, slice: gl.constexpr, pointers, N, warpgroup: gl.constexpr, scheme: gl.constexpr, cfg: gl.constexpr
 ):  # fmt: skip
-    """Store a warpgroup's accumulators of a tile at y[m, n]; of the slice-th slice of its rows of x where they are sliced."""
+    """Store a warpgroup's accumulators of a tile at y[m, n]; of the slice-th slice along M where it is sliced."""
     SLICES: gl.constexpr = cfg.reduce_slices if cfg.reduce_slices > 0 else 1
     BUFFER: gl.constexpr = warpgroup * cfg.n64_per_warpgroup
     ROWS: gl.constexpr = cfg.tile_m // SLICES
@@ -214,7 +214,7 @@ def reduce_slice(
 def epilogue_distributed(
     warpgroup: gl.constexpr, acc, y_descs, y_smem, pointers, work, cta, N, schedule, scheme: gl.constexpr, cfg: gl.constexpr
 ):  # fmt: skip
-    """`epilogue` where all stream-K tiles have as many CTAs: cfg.reduce_slices of these reduce and store a slice of the rows of x
+    """`epilogue` where all stream-K tiles have equally many CTAs: cfg.reduce_slices of these reduce and store a slice along M
     each. Slice i belongs to CTA i * ctas_per_tile // reduce_slices of the tile."""
     tile, k0, k1, pid_n, pid_m = work
     partials_ptr, flags_ptr, _bias_ptr, _alpha_ptr = pointers

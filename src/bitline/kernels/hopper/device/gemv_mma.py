@@ -5,7 +5,7 @@ A CTA owns 16 * n16_per_warp rows of W and all of K. Its warps split K (intra-CT
 per iteration, and their accumulators are reduced through shared memory at the end, in a fixed order. Packed weights are loaded
 one iteration ahead of their use; x comes from the L2 in 16-byte vectors, which are a lane's own columns (see `layout`), without a
 shuffle. A warp's load of x touches one half of the 128 bytes of each of eight rows; with `cfg.stagger_x_loads` odd rows load the
-other half first, so that the rows do not meet in the L1's banks. Rows of x past M repeat row M - 1 and are not stored. The grid
+other half first, which avoids L1 bank conflicts. Rows of x past M repeat row M - 1 and are not stored. The grid
 should be one wave.
 
 `scheme` is a `traits.SchemeTraits`, `cfg` a `traits.SmallMTraits`. All tensors are [threads, n16_per_warp, k_tiles_per_iter], one

@@ -2,13 +2,13 @@
 """GEMM of M > 16: persistent, warp-specialized, by wgmma with W as operand A, dequantized in registers.
 
 A producer warp loads x, packed weights and scales by TMA into a multi-stage pipeline. Each consumer warpgroup owns
-n64_per_warpgroup 64-row tiles of W against tile_m rows of x, or against tile_m + tile_m_extra as two MMAs, which gives tiles of
-96, 160, 192 and 320 rows (shared-memory shapes must be powers of two). The next K block of W is dequantized and scaled, in the
+n64_per_warpgroup 64-row tiles of W against tile_m rows of x, or against tile_m + tile_m_extra as two MMAs, for tile sizes of
+96, 160, 192 and 320 along M (shared-memory shapes must be powers of two). The next K block of W is dequantized and scaled, in the
 input's dtype, while the asynchronous MMA of the one before runs; x is operand B, in shared memory. The epilogue stores through
 shared memory and TMA, which clips to M and N.
 
 Scheduling is stream-K, with tiles rasterized in groups along N: each CTA has `whole_tiles` tiles of its own (data-parallel); the
-remaining ones are cut along K in equal parts, one per CTA, and reduced in CTA order, so that results are deterministic
+remaining ones are split evenly along K over all CTAs and reduced in CTA order, so that results are deterministic
 (`epilogue`). `flags_ptr` counts arrivals of partials and is zero again at the end.
 
 `scheme` is a `traits.SchemeTraits`, `cfg` a `traits.WgmmaTraits`. Tuples:
@@ -325,7 +325,7 @@ def mma_first(tokens, w, buffers, buffer, cfg: gl.constexpr):
 def mma_stage_pingpong(
     warpgroup: gl.constexpr, tokens, buffers, stage, factors, count, num_stages, N, scheme: gl.constexpr, cfg: gl.constexpr
 ):  # fmt: skip
-    """Dequantize a stage, the count-th of num_stages, while another warpgroup's MMAs run; then issue its MMAs in turn.
+    """Dequantize a stage, the count-th of num_stages, while another warpgroup's MMAs run; then issue its MMAs.
 
     ptxas would move dequantization behind the MMA that it should overlap with; named barriers order the warpgroups instead. N:
     any number, since inline PTX needs an operand.
