@@ -60,7 +60,7 @@ def write(path, tensors, metadata=()):
 
 
 def slow_values(raw, kind):
-    """Types that the package does not decode, one number at a time."""
+    """Types that the package does not dequantize, one number at a time."""
     size, nbytes = BLOCK_SIZES[kind]
     rows = []
     for row in raw:

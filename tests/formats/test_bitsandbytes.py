@@ -1,4 +1,4 @@
-"""bitsandbytes against its own weights, and against a reference that decodes the flattened weight one code at a time."""
+"""bitsandbytes against its own weights, and against a reference that dequantizes the flattened weight one code at a time."""
 
 import json
 

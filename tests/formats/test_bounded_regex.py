@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bitline.formats.common.bounded_regex import MAX_PATTERNS, MatchBudget, Pattern, PatternError
 
 ATOMS = [
-    "a", "b", ".", "[ab]", "[^a]", "[a-c_]", r"\w", r"\d", r"\S", "(?=a)", "(?!b)", r"\b", r"\B", "^", "$", r"\Z", "(a|ab)", 
+    "a", "b", ".", "[ab]", "[^a]", "[a-c_]", r"\w", r"\d", r"\S", "(?=a)", "(?!b)", r"\b", r"\B", "^", "$", r"\Z", "(a|ab)",
     "(?:)", "(?<=a)", "(?<!ab)", "x?", "(a|b|)",
 ]  # fmt: skip
 REPEATS = ["*", "+", "?", "{2}", "{1,3}", "{0,2}", "{3,}", "*?", "+?", "??"]

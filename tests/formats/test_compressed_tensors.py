@@ -44,7 +44,7 @@ def case(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_real_checkpoints_are_decoded_to_the_bit(name):
+def test_real_checkpoints_are_bit_exact(name):
     source = case(name)
     assert READER.matches(source)
     layers = {layer.name: layer for layer in READER.layers(source)}

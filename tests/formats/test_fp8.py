@@ -1,4 +1,4 @@
-"""fp8 against AutoRound's own weights and against a reference that decodes one code at a time."""
+"""fp8 against AutoRound's own weights and against a reference that dequantizes one code at a time."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def block_scales(dtype=torch.float32, n=N, k=K, bn=16, bk=32):
     return (torch.rand(-(-n // bn), -(-k // bk), generator=torch.Generator().manual_seed(3)) + 0.01).to(dtype)
 
 
-def decoded(weight, decode):
-    return [[decode(b) for b in row] for row in weight.view(torch.uint8).tolist()]
+def numbers(weight, value):
+    return [[value(b) for b in row] for row in weight.view(torch.uint8).tolist()]
 
 
 @pytest.mark.parametrize(("case", "module"), [c for c in CASES if c[0].startswith("ar_")])
@@ -58,7 +58,7 @@ def test_blocks_with_ragged_edges(dtype, name, tmp_path):
     assert (layer.format, layer.spec.block, layer.spec.scale_dtype) == ("fp8 block", (16, 32), dtype)
     assert layer.spec.act == ActSpec(float8_e4m3fn, True, "group", 32)
     s = scales.double()
-    assert torch.equal(layer.weight().dequantize(), product(decoded(weight, e4m3), lambda n, k: float(s[n // 16, k // 32])))
+    assert torch.equal(layer.weight().dequantize(), product(numbers(weight, e4m3), lambda n, k: float(s[n // 16, k // 32])))
     assert shards_make_whole(layer.weight(), 0) and shards_make_whole(layer.weight(), 1)
 
 
@@ -68,7 +68,7 @@ def test_e8m0_scales(fmt, tmp_path):
     scales[0, :3] = torch.tensor([0, 1, 255], dtype=torch.uint8)
     layer = one(tmp_path, BLOCK | {"scale_fmt": fmt}, {"weight": weight, "scale": scales.view(torch.float8_e8m0fnu)})
     found = layer.weight().dequantize()
-    expected = product(decoded(weight, e4m3), lambda n, k: e8m0(int(scales[n // 16, k // 32])))
+    expected = product(numbers(weight, e4m3), lambda n, k: e8m0(int(scales[n // 16, k // 32])))
     assert torch.equal(found.nan_to_num(nan=-7.0), expected.nan_to_num(nan=-7.0)) and bool(found[:16, 64:].isnan().all())
     assert layer.spec.act.scale == ("e8m0" if fmt else "float")
     assert shards_make_whole(layer.weight(), 1)
@@ -91,7 +91,7 @@ def test_per_tensor(scheme, shape, tmp_path):
     layer = one(tmp_path, PLAIN | {"activation_scheme": scheme}, tensors)
     static = ActSpec(float8_e4m3fn, False, "tensor")
     assert (layer.format, layer.spec.act) == ("fp8 tensor", static if scheme == "static" else ActSpec(float8_e4m3fn))
-    assert torch.equal(layer.weight().dequantize(), product(decoded(weight, e4m3), lambda n, k: float(scale)))
+    assert torch.equal(layer.weight().dequantize(), product(numbers(weight, e4m3), lambda n, k: float(scale)))
     assert layer.weight().input_scale is None or float(layer.weight().input_scale) == 0.5
     assert shards_make_whole(layer.weight(), 0) and shards_make_whole(layer.weight(), 1)
 
@@ -113,7 +113,7 @@ def test_per_row_and_e5m2(shape, tmp_path):
         tmp_path, PLAIN | {"fmt": "e5m2"}, {"weight": weight, "weight_scale": scales.reshape(shape), "bias": torch.ones(N)}
     )
     assert layer.spec.scheme == "float8_e5m2 channel a:float8_e5m2-dynamic-token"
-    assert torch.equal(layer.weight().dequantize(), product(decoded(weight, e5m2), lambda n, k: float(scales[n])))
+    assert torch.equal(layer.weight().dequantize(), product(numbers(weight, e5m2), lambda n, k: float(scales[n])))
 
 
 def test_fp4_experts_of_deepseek_v4(tmp_path):
@@ -159,7 +159,7 @@ def test_fbgemm_activation_limit(tmp_path):
     layer = one(tmp_path / "a", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 900.0}, tensors)
     assert (layer.format, layer.spec.act) == ("fbgemm_fp8 channel", ActSpec(float8_e4m3fn, limit=900.0))
     scales = tensors["weight_scale"].double()
-    assert torch.equal(layer.weight().dequantize(), product(decoded(tensors["weight"], e4m3), lambda n, k: float(scales[n, 0])))
+    assert torch.equal(layer.weight().dequantize(), product(numbers(tensors["weight"], e4m3), lambda n, k: float(scales[n, 0])))
     assert one(tmp_path / "b", {"quant_method": "fbgemm_fp8"}, tensors).spec.act.limit == 1200.0
     with pytest.raises(CheckpointError, match="activation_scale_ub is -1"):
         one(tmp_path / "c", {"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, tensors)
@@ -170,7 +170,7 @@ def test_mxfp8(config, tmp_path):
     weight, scale = finite_fp8(N, 96), random_bytes(N, 3, below=255)
     layer = one(tmp_path, {"quant_method": "mxfp8", **config}, {"weight": weight, "weight_scale_inv": scale})
     assert layer.spec.scheme == "float8_e4m3fn g32 a:float8_e4m3fn-dynamic-group32-e8m0"
-    codes = decoded(weight, e4m3)
+    codes = numbers(weight, e4m3)
     assert torch.equal(layer.weight().dequantize(), product(codes, lambda n, k: e8m0(int(scale[n, k // 32]))))
 
 
@@ -201,7 +201,7 @@ def test_auto_round_flattens_group_scales(tmp_path):
     weight, scales = finite_fp8(N, K), block_scales(bn=1, bk=24)
     layer = one(tmp_path, config, {"weight": weight, "weight_scale": scales.reshape(-1)})
     s = scales.double()
-    assert torch.equal(layer.weight().dequantize(), product(decoded(weight, e4m3), lambda n, k: float(s[n, k // 24])))
+    assert torch.equal(layer.weight().dequantize(), product(numbers(weight, e4m3), lambda n, k: float(s[n, k // 24])))
 
 
 @pytest.mark.parametrize("shape", [(), (N,), (3, 3)])

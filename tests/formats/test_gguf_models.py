@@ -17,7 +17,7 @@ SHAPES = {
     "attn_q": HIDDEN, "attn_k": HIDDEN // 2, "attn_v": HIDDEN // 2, "attn_output": HIDDEN, "ffn_gate": HIDDEN, "ffn_up": HIDDEN,
     "ffn_down": HIDDEN,
 }  # fmt: skip
-KINDS = [kind for kind in SCALE_BYTES if kind not in ("Q1_0", "Q2_0", "Q8_K")]  # what transformers' gguf package decodes
+KINDS = [kind for kind in SCALE_BYTES if kind not in ("Q1_0", "Q2_0", "Q8_K")]  # what transformers' gguf package dequantizes
 REFERENCE = bitline.Policy(kernel="ReferenceLinearKernel")
 
 

@@ -1,4 +1,4 @@
-"""ModelOpt's own files bit for bit, and every layout against a reference that decodes one code at a time."""
+"""ModelOpt's own files bit for bit, and every layout against a reference that dequantizes one code at a time."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""gpt-oss experts against a reference that decodes one code at a time."""
+"""gpt-oss experts against a reference that dequantizes one code at a time."""
 
 import json
 

@@ -62,6 +62,11 @@ class _Config(msgspec.Struct):
             raise ValueError(f"weight_block_size is {sizes}, expected two positive sizes")
         return sizes[0], sizes[1]
 
+    @property
+    def row_block(self) -> tuple[int, int] | None:
+        """The scale block of groups of one row, None where the config names none."""
+        return (1, self.group_size) if isinstance(self.group_size, int) and self.group_size > 0 else None
+
     def act(self, block_k: int | None) -> ActSpec | None:
         """Activation quantization, None for weight-only. block_k: columns of a scale block, None where there are no blocks."""
         if self._is_weight_only():
@@ -187,11 +192,10 @@ def _scale_block(
         return (n, k), "tensor"
     if scale.shape in ((n,), (n, 1)):
         return (1, k), "channel"
-    size = config.group_size
-    if isinstance(size, int) and size > 0:
-        groups = -(-k // size)
-        if scale.shape in ((n, groups), (n * groups,)):  # AutoRound flattens them
-            return (1, size), "group"
+    if config.row_block is not None:
+        grid = grid_of(n, k, config.row_block)
+        if scale.shape in (grid, (grid[0] * grid[1],)):  # AutoRound flattens them
+            return config.row_block, "group"
     grid = grid_of(n, k, _DEFAULT_BLOCK)
     if scale.shape != grid:
         raise m.scale_shape_error(scale, n, k, f"[] (per tensor), [{n}] (per row), or {list(grid)} (blocks of 128 x 128)")

@@ -43,7 +43,7 @@ class ConfigGroup(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class QuantizationConfig(msgspec.Struct):
-    """quantization_config of compressed-tensors; unknown keys are the producer's own and are not looked at."""
+    """quantization_config of compressed-tensors; unknown keys are the producer's own and are ignored."""
 
     config_groups: dict[str, ConfigGroup | list[str]] = {}
     format: str | None = None

@@ -91,7 +91,7 @@ def _check_supported(source: GGUFSource, name: str) -> None:
     if kind not in BLOCKS:
         raise CheckpointError(
             f"ggml type {kind} is not supported", file=info.file, tensor=name, found=kind, expected=f"one of {SUPPORTED}",
-            fix="ggml itself has no decoder for it: quantize the model again, for example to Q4_K_M",
+            fix="ggml itself cannot dequantize it: quantize the model again, for example to Q4_K_M",
         )  # fmt: skip
     if len(shape) not in (2, 3):
         raise CheckpointError(
