@@ -40,6 +40,9 @@ IsaLevel detect_level() {
   const uint64_t xcr0 = read_xcr0();
   const bool avx2 = has_bit(c1, 12) && has_bit(c1, 29) && has_bit(b7, 3) && has_bit(b7, 5) && has_bit(b7, 8);
   if ((xcr0 & 0x6) != 0x6 || !avx2) return kPortable;
+#ifdef BITLINE_EMULATED
+  return kAmx;
+#endif
   const bool f_bw_dq_vl = has_bit(b7, 16) && has_bit(b7, 30) && has_bit(b7, 17) && has_bit(b7, 31);
   if ((xcr0 & 0xE6) != 0xE6 || !f_bw_dq_vl || !has_bit(c7, 11) || !has_bit(c7, 1) || !has_bit(a71, 5)) return kAvx2;
   const bool amx = has_bit(d7, 24) && has_bit(d7, 25) && has_bit(d7, 22);

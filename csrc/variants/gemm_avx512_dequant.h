@@ -13,8 +13,13 @@
 namespace bitline::BITLINE_ISA {
 namespace {
 
+#ifdef BITLINE_EMULATED
+#define INLINE inline
+#define UNROLL
+#else
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 64")
+#endif
 
 INLINE __m512i load(const void* p) { return _mm512_loadu_si512(p); }
 INLINE __m512i shift_right(__m512i v, int n) { return n > 0 ? _mm512_srli_epi16(v, n) : n < 0 ? _mm512_slli_epi16(v, -n) : v; }
@@ -163,8 +168,12 @@ struct ComputeInt8 {
   // Inline assembly: around the intrinsic GCC 12 copies each accumulator, and 24 of them no longer fit the registers.
   static INLINE Acc mac(Acc acc, __m512i w, uint32_t x) {
     const __m512i broadcast = _mm512_set1_epi32(int(x));
+#ifdef BITLINE_EMULATED
+    return _mm512_dpbusd_epi32(acc, w, broadcast);
+#else
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(broadcast));
     return acc;
+#endif
   }
   static INLINE Acc add(Acc a, Acc b) { return _mm512_add_epi32(a, b); }
   static INLINE __m512 to_f32(Acc acc) { return _mm512_cvtepi32_ps(acc); }
