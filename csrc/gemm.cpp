@@ -13,7 +13,8 @@ namespace {
 // Null below AVX2.
 const GemmKernels* gemm_kernels() {
   static constexpr const GemmKernels* by_level[kNumLevels] = {nullptr, BITLINE_AVX2_KERNELS(&avx2::gemm_kernels),
-                                                              BITLINE_AVX512_KERNELS(&avx512::gemm_kernels), nullptr};
+                                                              BITLINE_AVX512_KERNELS(&avx512::gemm_kernels),
+                                                              BITLINE_AMX_KERNELS(&amx::gemm_kernels)};
   int i = isa_level();
   while (i > 0 && by_level[i] == nullptr) --i;
   return by_level[i];
@@ -51,10 +52,11 @@ void set_act_tensor_scale(const PackedHeader& w, const GemmKernels& kernels, Gem
 }
 
 // Partitions of the N blocks, one task each. Small M: a few long ones for each thread, of equal length if possible. Large M:
-// many, so that a thread which the OS preempts leaves its rest to the others.
-int64_t num_n_partitions(int64_t blocks, int64_t m) {
+// many, so that a thread which the OS preempts leaves its rest to the others; with AMX (chunk_blocks > 0) one for each chunk.
+int64_t num_n_partitions(int64_t blocks, int64_t m, int64_t chunk_blocks) {
   const int64_t team = num_threads();
-  if (m > kMaxTileM) return blocks < 16 * team ? blocks : 16 * team;
+  if (chunk_blocks > 0 && m > kAmxTileM) return (blocks + chunk_blocks - 1) / chunk_blocks;
+  if (m > kAmxTileM || (m > kMaxTileM && chunk_blocks == 0)) return blocks < 16 * team ? blocks : 16 * team;
   int64_t best = blocks;
   for (int64_t n = 4 * team, least = INT64_MAX; n >= team && blocks > team; n -= team) {
     const int64_t padded = (blocks + n - 1) / n * n;  // work if all partitions are as long as the longest
@@ -66,9 +68,10 @@ int64_t num_n_partitions(int64_t blocks, int64_t m) {
 // Partitions of the M tiles: so that a layer of few N blocks has enough tasks, and so that a chunk of packed activations stays
 // in L2 while the N blocks go by, where W is dequantized for each M tile anyway (1000 x 4304, M=1024: 10.6 to 10.2 ms).
 int64_t num_m_partitions(const GemmCall& c, int64_t n_partitions, int64_t tiles) {
-  const int64_t wanted = (16 * num_threads() + n_partitions - 1) / n_partitions, most = tiles / 4;
+  const int64_t tasks = (c.strategy == kAmxTiles ? 2 : 16) * num_threads();  // a panel is dequantized anew for each partition
+  const int64_t wanted = (tasks + n_partitions - 1) / n_partitions, most = tiles / 4;
   const int64_t partitions = most < 2 || wanted < 2 ? 1 : wanted < most ? wanted : most;
-  if (c.use_panel || c.compute == kComputeInt8) return partitions;
+  if (c.strategy != kGemv || c.compute == kComputeInt8) return partitions;
   const int64_t fitting = (c.m * c.row_int32 * 4 + kXChunkBytes - 1) / kXChunkBytes;
   return partitions > fitting ? partitions : fitting < tiles ? fitting : tiles;
 }
@@ -77,7 +80,11 @@ int64_t num_m_partitions(const GemmCall& c, int64_t n_partitions, int64_t tiles)
 bool reads_x_in_place(const GemmCall& c) {
   const PackedHeader& w = *c.w;
   const bool same_columns = !w.column_map && w.k_packed == w.k;
-  return c.m == 1 && c.compute == kComputeBF16 && w.act_quant == kActNone && same_columns && w.offset_type == kNone;
+  return c.m == 1 && c.strategy != kAmxTiles && c.compute == kComputeBF16 && w.act_quant == kActNone && same_columns && w.offset_type == kNone;
+}
+
+size_t scratch_bytes(const GemmCall& c) {
+  return size_t(kScratchRows) * (c.row_int32 > c.w->k_packed ? c.row_int32 : c.w->k_packed) * 4;
 }
 
 // Places the call's buffers in `workspace`, unless that is null, with pack_activations' scratch at the end. Returns their bytes.
@@ -85,7 +92,8 @@ size_t lay_out_workspace(GemmCall& c, uint8_t* workspace, float** scratch) {
   const PackedHeader& w = *c.w;
   size_t bytes = 0;
   const size_t x_at = bytes;
-  bytes += round_up(reads_x_in_place(c) ? 0 : size_t(c.m) * c.row_int32 * 4);
+  const size_t packed_rows = c.strategy == kAmxTiles ? num_m_tiles(c) * kAmxTileM : c.m;
+  bytes += round_up(reads_x_in_place(c) ? 0 : packed_rows * c.row_int32 * 4);
   const size_t sums_at = bytes;
   bytes += round_up(size_t(c.m) * w.num_groups * 4);
   const size_t init_at = bytes;
@@ -93,7 +101,7 @@ size_t lay_out_workspace(GemmCall& c, uint8_t* workspace, float** scratch) {
   const size_t scale_at = bytes;
   bytes += round_up(size_t(c.m) * 4);
   const size_t scratch_at = bytes;
-  bytes += size_t(kMaxTileM + 2) * w.k_packed * 4;
+  bytes += scratch_bytes(c);
   if (workspace == nullptr) return bytes;
   c.x_packed = reads_x_in_place(c) ? static_cast<const uint32_t*>(c.x) : reinterpret_cast<uint32_t*>(workspace + x_at);
   c.x_group_sums = reinterpret_cast<float*>(workspace + sums_at);
@@ -112,7 +120,7 @@ int pack_all_activations(const GemmCall& c, const GemmKernels& kernels, float* s
   }
   int failed = 0;
   parallel_for(tiles, [&](int64_t i) {
-    float* own = static_cast<float*>(reserve(thread_workspace, size_t(kMaxTileM + 2) * c.w->k_packed * 4));
+    float* own = static_cast<float*>(reserve(thread_workspace, scratch_bytes(c)));
     if (own == nullptr) __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);
     else kernels.pack_activations(c, i, own);
   });
@@ -122,7 +130,7 @@ int pack_all_activations(const GemmCall& c, const GemmKernels& kernels, float* s
 // Rows [0, c.m) of c.x. Returns 0; -2: no memory.
 int run_pass(GemmCall& c, const GemmKernels& kernels) {
   const PackedHeader& w = *c.w;
-  c.use_panel = kernels.prefers_panel(c);
+  kernels.plan(c);
   float* scratch;
   uint8_t* workspace = static_cast<uint8_t*>(reserve(call_workspace, lay_out_workspace(c, nullptr, &scratch)));
   if (workspace == nullptr) return -2;
@@ -130,8 +138,9 @@ int run_pass(GemmCall& c, const GemmKernels& kernels) {
   if (!reads_x_in_place(c))
     if (const int failed = pack_all_activations(c, kernels, scratch)) return failed;
   const int64_t tiles = num_m_tiles(c), blocks = num_n_blocks(w);
-  const int64_t n_partitions = num_n_partitions(blocks, c.m), m_partitions = num_m_partitions(c, n_partitions, tiles);
-  const size_t thread_bytes = kPanelBytes + size_t(c.use_panel ? c.m : 0) * kBlockN * 8;
+  const int64_t n_partitions = num_n_partitions(blocks, c.m, c.chunk_blocks);
+  const int64_t m_partitions = num_m_partitions(c, n_partitions, tiles);
+  const size_t thread_bytes = size_t(panel_bytes(c)) + size_t(acc_floats(c)) * 4;
   int failed = 0;
   parallel_for(m_partitions * n_partitions, [&](int64_t task) {
     const int64_t n_part = task % n_partitions, m_part = task / n_partitions;
@@ -142,7 +151,7 @@ int run_pass(GemmCall& c, const GemmKernels& kernels) {
       __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);
       return;
     }
-    float* acc = reinterpret_cast<float*>(panel) + kPanelBytes / 4;
+    float* acc = reinterpret_cast<float*>(panel) + panel_bytes(c) / 4;
     kernels.compute_blocks(own, blocks * n_part / n_partitions, blocks * (n_part + 1) / n_partitions, panel, acc);
   });
   return failed;
@@ -156,8 +165,7 @@ int init_call(GemmCall& c, const GemmKernels* kernels, const void* x, const void
   memset(&c, 0, sizeof c);
   c.w = &w, c.base = static_cast<const uint8_t*>(packed), c.bias = bias, c.dtype = Dtype(dtype);
   c.compute = compute_type(w, dtype, *kernels);
-  c.row_int32 = w.k_packed / (c.compute == kComputeBF16 ? 2 : c.compute == kComputeF32 ? 1 : 4);
-  c.x = x;
+  c.x = x, c.num_threads = num_threads();
   return 0;
 }
 
@@ -203,6 +211,7 @@ BITLINE_EXPORT int bitline_fused_gemv(const void* x, int64_t k, const void* w0, 
     if (const int failed = init_call(c, kernels, x, packed[i], bias[i], dtype)) return failed;
     if (c.w->k != k) return -4;
     c.m = 1, c.y = out, c.m_tile_end = 1;
+    kernels->plan(c);
     out += c.w->n * (dtype == kFloat32 ? 4 : 2);
     set_act_tensor_scale(*c.w, *kernels, c);
     bytes += round_up(lay_out_workspace(c, nullptr, &scratch[i]));
@@ -214,7 +223,7 @@ BITLINE_EXPORT int bitline_fused_gemv(const void* x, int64_t k, const void* w0, 
     workspace += round_up(lay_out_workspace(calls[i], workspace, &scratch[i]));
     if (!reads_x_in_place(calls[i])) kernels->pack_activations(calls[i], 0, scratch[i]);
   }
-  const int64_t blocks = block_start[count], partitions = num_n_partitions(blocks, 1);
+  const int64_t blocks = block_start[count], partitions = num_n_partitions(blocks, 1, 0);
   int failed = 0;
   parallel_for(partitions, [&](int64_t part) {
     const int64_t from = blocks * part / partitions, to = blocks * (part + 1) / partitions;

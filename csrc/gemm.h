@@ -7,17 +7,28 @@
 
 namespace bitline {
 
-constexpr int kMaxTileM = 12;  // rows of x in a register tile
+constexpr int kMaxTileM = 12;  // rows of x in a tile of vector registers
+constexpr int kAmxTileM = 16;  // rows of x in an AMX tile
 // Two-level accumulation: after this many groups the float32 accumulators are promoted to outer ones, which bounds rounding
 // errors.
 constexpr int kPromoteGroups = 16;
 constexpr int64_t kPanelBytes = 1 << 14;  // of dequantized weights; with a tile of x it fits L1
+constexpr int64_t kAmxPanelBytes = 1 << 15;  // the L1 of CPUs with AMX holds 48 KB
+constexpr int kScratchRows = kAmxTileM + 2;
 
 enum Dtype : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };  // of x, bias and y
 // Operands of the multiply-add: bfloat16 pairs (vdpbf16ps), float32 (FMA), or unsigned 8-bit codes with int8 (VNNI).
 enum ComputeType : int { kComputeBF16 = 0, kComputeF32 = 1, kComputeInt8 = 2 };
 
-// One call. M is split into tiles of up to 12 rows. x_packed: the M tiles one after another, each [int32][row of the tile].
+// How a call computes. kGemv: W is dequantized in registers, anew for each M tile. kPanel: W is dequantized into a panel in cache,
+// once for all M tiles. kAmxTiles: the same, with AMX tiles as operands.
+enum Strategy : int { kGemv = 0, kPanel = 1, kAmxTiles = 2 };
+// Where scales are applied with AMX. kScaleOutput: all columns of a row of W share one scale. kScaleAccumulators: to each group's
+// accumulators. kScalePanel: to the dequantized panel, rounded to bfloat16 as a dense layer holds it.
+enum ScaleAt : int { kScaleOutput = 0, kScaleAccumulators = 1, kScalePanel = 2 };
+
+// One call. x_packed: the M tiles one after another; of up to 12 rows, each [int32][row of the tile]; with AMX of 16 rows, padded
+// with zeros, each [K step][row of the tile][int32 of a K step].
 struct GemmCall {
   const PackedHeader* w;
   const uint8_t* base;  // of the packed weight
@@ -27,8 +38,12 @@ struct GemmCall {
   int64_t m_tile_begin, m_tile_end;  // those to compute
   Dtype dtype;
   ComputeType compute;
-  int64_t row_int32;         // int32 of one packed row of x
-  bool use_panel;            // dequantize W into a panel in cache, once for all M tiles; else in registers, for each M tile
+  int64_t row_int32;         // int32 of one packed row of x, padded to whole K steps
+  int64_t num_threads;
+  Strategy strategy;
+  ScaleAt scale_at;          // kAmxTiles
+  int64_t k_step_int32;      // kAmxTiles: int32 of a row of an A tile, rows of a B tile
+  int64_t chunk_blocks;      // kAmxTiles: N blocks that go by while a K slice of x stays in cache
   const uint32_t* x_packed;
   const float* x_group_sums; // where W has offsets: x summed over each group, in x_packed's order of tiles
   const int32_t* acc_init;   // kComputeInt8: initial accumulators, -implicit_zero * that sum
@@ -37,10 +52,12 @@ struct GemmCall {
   int act_tensor_zero;
 };
 
-inline int64_t num_m_tiles(const GemmCall& c) { return (c.m + kMaxTileM - 1) / kMaxTileM; }
-// First row of M tile t: tiles differ by one row at most.
+inline int64_t max_tile_m(const GemmCall& c) { return c.strategy == kAmxTiles ? kAmxTileM : kMaxTileM; }
+inline int64_t num_m_tiles(const GemmCall& c) { return (c.m + max_tile_m(c) - 1) / max_tile_m(c); }
+// First row of M tile t. Tiles of vectors differ by one row at most; AMX tiles are full, but for the last.
 inline int64_t m_tile_start(const GemmCall& c, int64_t t) {
   const int64_t n = num_m_tiles(c);
+  if (c.strategy == kAmxTiles) return t < n ? t * kAmxTileM : c.m;
   return c.m / n * t + (t < c.m % n ? t : c.m % n);
 }
 
@@ -63,20 +80,27 @@ inline void act_quant_params(const PackedHeader& w, float low, float high, float
 }
 
 struct GemmKernels {
-  // N blocks [first, last) of y, for the call's M tiles. panel: kPanelBytes; acc: where c.use_panel, 64 floats per row. Both
-  // 64-byte aligned.
+  // N blocks [first, last) of y, for the call's M tiles. panel: panel_bytes; acc: acc_floats. Both 64-byte aligned.
   void (*compute_blocks)(const GemmCall& c, int64_t first, int64_t last, uint32_t* panel, float* acc);
-  // Fill x_packed, x_group_sums, acc_init and act_scale of one M tile. scratch: 14 rows of k_packed floats.
+  // Fill x_packed, x_group_sums, acc_init and act_scale of one M tile. scratch: kScratchRows rows of row_int32 int32.
   void (*pack_activations)(const GemmCall& c, int64_t m_tile, float* scratch);
   // Minimum and maximum of n numbers; false where one of them is not finite.
   bool (*min_max)(const void* x, int64_t n, Dtype dtype, float* low, float* high);
   bool (*supports)(ComputeType compute);
-  // Whether panels are faster for a call: a measured M.
-  bool (*prefers_panel)(const GemmCall& c);
+  // Set strategy, row_int32 and what AMX needs beside, from the call's M, compute type and weight.
+  void (*plan)(GemmCall& c);
 };
+
+// What a thread needs to compute one partition.
+inline int64_t panel_bytes(const GemmCall& c) { return c.strategy == kAmxTiles ? kAmxPanelBytes : kPanelBytes; }
+inline int64_t acc_floats(const GemmCall& c) {
+  if (c.strategy == kAmxTiles) return num_m_tiles(c) * kAmxTileM * kBlockN * c.chunk_blocks;
+  return c.strategy == kPanel ? 2 * c.m * kBlockN : 0;
+}
 
 BITLINE_AVX2(namespace avx2 { extern const GemmKernels gemm_kernels; })
 BITLINE_AVX512(namespace avx512 { extern const GemmKernels gemm_kernels; })
+BITLINE_AMX(namespace amx { extern const GemmKernels gemm_kernels; })
 
 }  // namespace bitline
 

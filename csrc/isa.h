@@ -21,6 +21,13 @@
 #define BITLINE_AVX512(...)
 #define BITLINE_AVX512_KERNELS(kernels) nullptr
 #endif
+#ifdef BITLINE_HAS_AMX
+#define BITLINE_AMX(...) __VA_ARGS__
+#define BITLINE_AMX_KERNELS(kernels) kernels
+#else
+#define BITLINE_AMX(...)
+#define BITLINE_AMX_KERNELS(kernels) nullptr
+#endif
 
 namespace bitline {
 

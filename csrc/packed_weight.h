@@ -41,7 +41,8 @@ struct PackedHeader {
   float act_limit;     // dynamic scales clamp absolute values to it; infinity: no limit
   int32_t lut_bf16_inexact;  // 1: lut_bf16 rounds some value
   int64_t batch_invariant;   // 1: a row's result must not depend on M
-  int64_t reserved[6];
+  int64_t row_scales;        // 1: all groups of a row have the same scale and offset
+  int64_t reserved[5];
 };
 static_assert(sizeof(PackedHeader) == 256);
 

@@ -307,6 +307,16 @@ template <class A, class B> BITLINE_SLOW void tile_dot_int8(int c, int a, int b)
 }  // namespace
 }  // namespace bitline_emulation
 
+// Macros of GCC's own header.
+#undef _mm512_setr_epi32
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stream_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#undef _tile_dpbssd
+#undef _tile_dpbsud
+#undef _tile_dpbusd
 #define _mm512_set1_epi8(v) bitline_emulation::set1_8(v)
 #define _mm512_set1_epi16(v) bitline_emulation::set1_16(v)
 #define _mm512_set1_epi32(v) bitline_emulation::set1_32(v)

@@ -235,7 +235,7 @@ template <int BITS, bool INTEGER> void panel_gemm(const GemmCall& c, int64_t blo
 template <int BITS, bool INTEGER> void compute_blocks_as(const GemmCall& c, int64_t first, int64_t last, float* acc) {
   const bool one_chain = c.w->batch_invariant;
   for (int64_t block = first; block < last; ++block) {
-    if (c.use_panel) panel_gemm<BITS, INTEGER>(c, block, acc);
+    if (c.strategy == kPanel) panel_gemm<BITS, INTEGER>(c, block, acc);
     else if (c.m == 1) one_chain ? gemv<BITS, INTEGER, 1, 4, 1>(c, block) : gemv<BITS, INTEGER, 1, 4, 2>(c, block);
     else if (c.m == 2) one_chain ? gemv<BITS, INTEGER, 2, 2, 1>(c, block) : gemv<BITS, INTEGER, 2, 2, 2>(c, block);
     else gemv<BITS, INTEGER, 3, 2, 1>(c, block);
@@ -259,10 +259,13 @@ void compute_blocks(const GemmCall& c, int64_t first, int64_t last, uint32_t*, f
 
 bool supports(ComputeType compute) { return compute == kComputeF32; }
 
-bool prefers_panel(const GemmCall& c) { return c.m > kMaxGemvM; }
+void plan(GemmCall& c) {
+  c.strategy = c.m > kMaxGemvM ? kPanel : kGemv;
+  c.row_int32 = c.w->k_packed;
+}
 
 }  // namespace
 
-extern const GemmKernels gemm_kernels = {compute_blocks, pack_activations, min_max, supports, prefers_panel};
+extern const GemmKernels gemm_kernels = {compute_blocks, pack_activations, min_max, supports, plan};
 
 }  // namespace bitline::BITLINE_ISA

@@ -28,8 +28,13 @@ bool prefers_panel(const GemmCall& c) {
   return c.m > (c.w->bits == 8 ? 3 : c.w->group_k <= 32 && c.w->offset_type != kNone ? 8 : INT64_MAX / kMaxTileM) * kMaxTileM;
 }
 
+void plan(GemmCall& c) {
+  c.strategy = prefers_panel(c) ? kPanel : kGemv;
+  c.row_int32 = c.w->k_packed / (c.compute == kComputeBF16 ? 2 : c.compute == kComputeF32 ? 1 : 4);
+}
+
 }  // namespace
 
-extern const GemmKernels gemm_kernels = {compute_blocks, pack_activations, min_max, supports, prefers_panel};
+extern const GemmKernels gemm_kernels = {compute_blocks, pack_activations, min_max, supports, plan};
 
 }  // namespace bitline::BITLINE_ISA

@@ -156,6 +156,23 @@ void interleave_rows(const uint8_t* from, int64_t rows, int64_t count, int64_t s
     for (int64_t r = 0; r < rows; ++r) memcpy(to + i * rows + r, row(r) + 4 * i, 4);
 }
 
+// Rows of `count` int32, `stride` bytes apart, to an AMX tile [K step][16][int32 of a K step], zero behind rows and columns.
+void store_amx_tile(const GemmCall& c, const uint8_t* from, int64_t rows, int64_t count, int64_t stride, uint32_t* to) {
+  const int64_t step = c.k_step_int32;
+  for (int64_t i = 0; i < c.row_int32; i += step, to += kAmxTileM * step) {
+    const int64_t n = count - i < 0 ? 0 : count - i < step ? count - i : step;
+    for (int64_t r = 0; r < rows; ++r) {
+      if (n == 16) {
+        memcpy(to + r * 16, from + r * stride + 4 * i, 64);
+        continue;
+      }
+      memcpy(to + r * step, from + r * stride + 4 * i, size_t(n) * 4);
+      memset(to + r * step + n, 0, size_t(step - n) * 4);
+    }
+    if (rows < kAmxTileM) memset(to + rows * step, 0, size_t((kAmxTileM - rows) * step) * 4);
+  }
+}
+
 // The activation scale of a row, NaN where the row has NaN or infinity; *zero changes with a per-token scale.
 float row_act_scale(const GemmCall& c, const void* x, int* zero) {
   float low, high, scale = c.act_tensor_scale;
@@ -172,20 +189,22 @@ void pack_activations(const GemmCall& c, int64_t m_tile, float* scratch) {
   int32_t* acc_init = const_cast<int32_t*>(c.acc_init) + first * w.num_groups;
   const bool int8 = c.compute == kComputeInt8, needs_sums = int8 || w.offset_type != kNone;
   const bool same_bits = c.compute == kComputeBF16 && w.act_quant == kActNone && !w.column_map;  // packed x is x's own bits
-  const bool interleaves_x = same_bits && w.k % 2 == 0 && rows > 1;  // without a copy: no row ends in the middle of an int32
+  // Without a copy: no row ends in the middle of an int32.
+  const bool reads_x = same_bits && w.k % 2 == 0 && (rows > 1 || c.strategy == kAmxTiles);
+  const int64_t group_int32 = w.group_k / (c.compute == kComputeBF16 ? 2 : c.compute == kComputeF32 ? 1 : 4);
   float *f32_row = scratch, *packed_row = scratch + w.k_packed;
   uint32_t* x_packed = const_cast<uint32_t*>(c.x_packed) + first * c.row_int32;
-  uint32_t* row_major = rows == 1 ? x_packed : reinterpret_cast<uint32_t*>(scratch + 2 * w.k_packed);
+  uint32_t* row_major = rows == 1 && c.strategy != kAmxTiles ? x_packed : reinterpret_cast<uint32_t*>(scratch + 2 * w.k_packed);
   for (int64_t r = 0; r < rows; ++r) {
     uint32_t* out = row_major + r * c.row_int32;
     const uint8_t* x = static_cast<const uint8_t*>(c.x) + (first + r) * w.k * itemsize;
     int zero = c.act_tensor_zero;
     const float scale = w.act_quant == kActNone ? 0 : row_act_scale(c, x, &zero);
     if (w.act_quant != kActNone) const_cast<float*>(c.act_scale)[first + r] = scale;
-    if (interleaves_x && !needs_sums) continue;
-    if (same_bits && !interleaves_x) {
+    if (reads_x && !needs_sums) continue;
+    if (same_bits && !reads_x) {
       memcpy(out, x, size_t(w.k) * 2);
-      memset(reinterpret_cast<uint8_t*>(out) + w.k * 2, 0, size_t(w.k_packed - w.k) * 2);
+      memset(reinterpret_cast<uint8_t*>(out) + w.k * 2, 0, size_t(c.row_int32 * 4 - w.k * 2));
       if (!needs_sums) continue;
     }
     if (w.column_map) {
@@ -201,14 +220,18 @@ void pack_activations(const GemmCall& c, int64_t m_tile, float* scratch) {
         if (w.act_quant != kActNone) quantize(w, scale, zero, v, n);
         memset(v + n, 0, size_t(w.group_k - n) * 4);
       }
-      if (!same_bits) convert_to_compute_type(c.compute, w, v, w.group_k, out + g * (c.row_int32 / w.num_groups));
+      if (!same_bits) convert_to_compute_type(c.compute, w, v, w.group_k, out + g * group_int32);
       if (!needs_sums) continue;
       const float s = sum_of(v, w.group_k);
       group_sums[g * rows + r] = s;
       if (int8) acc_init[g * rows + r] = -int32_t(w.implicit_zero) * int32_t(s);
     }
   }
-  if (interleaves_x) {
+  if (c.strategy == kAmxTiles) {
+    if (reads_x) store_amx_tile(c, static_cast<const uint8_t*>(c.x) + first * w.k * itemsize, rows, w.k / 2, w.k * itemsize, x_packed);
+    else store_amx_tile(c, reinterpret_cast<const uint8_t*>(row_major), rows, same_bits ? c.row_int32 : w.num_groups * group_int32,
+                        c.row_int32 * 4, x_packed);
+  } else if (reads_x) {
     interleave_rows(static_cast<const uint8_t*>(c.x) + first * w.k * itemsize, rows, w.k / 2, w.k * itemsize, x_packed);
     memset(x_packed + w.k / 2 * rows, 0, size_t((c.row_int32 - w.k / 2) * rows) * 4);
   } else if (rows > 1) {

@@ -16,7 +16,7 @@ from bitline.testing.conformance import check_kernel, default_specs
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_spec, random_weight
 from bitline.types import ActSpec, LinearSpec
 
-LEVELS = [level for level in native.isas() if level in ("avx2", "avx512")]
+LEVELS = [level for level in native.isas() if level != "portable"]
 pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no native kernel here: {native.why_not() or 'no AVX2'}")
 BASE = LinearSpec(40, 96, types.uint4b8, (1, 32), scale_dtype=torch.bfloat16)
 

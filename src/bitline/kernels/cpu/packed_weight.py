@@ -274,7 +274,10 @@ def _header(
         int(spec.weight.kind == "int"), _implicit_zero(spec), layout.scale_type, layout.offset_type,
         layout.groups_per_super_scale, *(offsets[name] for name in list(offsets)[1:]), act_quant, granularity,
     )  # fmt: skip
-    return struct.pack("<23qfifiq", *integers, scale, zero, limit, int(inexact), int(batch_invariant)).ljust(HEADER_BYTES, b"\0")
+    # Groups that share a scale because a longer one was split.
+    row_scales = not spec.ragged and spec.grid[1] == 1 and layout.scale_type not in (U8, I8, E4M3)
+    flags = int(inexact), int(batch_invariant), int(row_scales)
+    return struct.pack("<23qfifi2q", *integers, scale, zero, limit, *flags).ljust(HEADER_BYTES, b"\0")
 
 
 @functools.cache
