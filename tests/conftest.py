@@ -1,4 +1,10 @@
-"""Fixtures of more than one test file."""
+"""Fixtures of more than one test file, and one thread for each of xdist's workers."""
+
+import os
+
+# Two workers with two OpenMP threads each on two cores wait for each other's threads at every torch call: ten times slower.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

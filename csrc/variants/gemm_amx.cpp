@@ -36,6 +36,9 @@ void configure_tiles(const GemmCall& c) {
   _tile_loadconfig(&t);
 }
 
+// GCC's tile loads do not say that they read memory.
+INLINE void finish_stores() { __asm__ volatile("" ::: "memory"); }
+
 // Accumulator tile += A tile * B tile: bfloat16 pairs, or signed x times unsigned codes.
 #define BITLINE_MMA(acc, a, b) \
   if constexpr (Compute::k_per_operand == 2) _tile_dpbf16ps(acc, a, b); \
@@ -44,6 +47,7 @@ void configure_tiles(const GemmCall& c) {
 // 32 rows of x, in two A tiles a_stride int32 apart, times 32 of W. a: [K step][16][step]; b: [K step][step][32].
 template <class Compute>
 INLINE void mma_two_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t steps, int64_t step) {
+  finish_stores();
   for (int64_t s = 0; s < steps; ++s) {
     _tile_loadd(6, b, kBlockN * 4);
     _tile_loadd(4, a, step * 4);
@@ -59,6 +63,7 @@ INLINE void mma_two_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* b
 
 // One A tile. Odd K steps have accumulators of their own, which hides half of the latency.
 template <class Compute> INLINE void mma_one_tile(const uint32_t* a, const uint32_t* b, int64_t steps, int64_t step) {
+  finish_stores();
   for (int64_t s = 0; s < steps; s += 2) {
     _tile_loadd(4, a, step * 4);
     _tile_loadd(6, b, kBlockN * 4);
@@ -77,16 +82,27 @@ template <class Compute> INLINE void mma_one_tile(const uint32_t* a, const uint3
 }
 #undef BITLINE_MMA
 
-INLINE void zero_accumulators() { _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3); }
-INLINE void load_accumulators(const float* acc) {  // [32][32]
+INLINE void zero_accumulators() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+// acc: [32][32].
+INLINE void load_accumulators(const float* acc) {
   constexpr int stride = kBlockN * 4;
-  _tile_loadd(0, acc, stride), _tile_loadd(1, acc + 16, stride);
-  _tile_loadd(2, acc + 16 * kBlockN, stride), _tile_loadd(3, acc + 16 * kBlockN + 16, stride);
+  finish_stores();
+  _tile_loadd(0, acc, stride);
+  _tile_loadd(1, acc + 16, stride);
+  _tile_loadd(2, acc + 16 * kBlockN, stride);
+  _tile_loadd(3, acc + 16 * kBlockN + 16, stride);
 }
 INLINE void store_accumulators(float* acc) {
   constexpr int stride = kBlockN * 4;
-  _tile_stored(0, acc, stride), _tile_stored(1, acc + 16, stride);
-  _tile_stored(2, acc + 16 * kBlockN, stride), _tile_stored(3, acc + 16 * kBlockN + 16, stride);
+  _tile_stored(0, acc, stride);
+  _tile_stored(1, acc + 16, stride);
+  _tile_stored(2, acc + 16 * kBlockN, stride);
+  _tile_stored(3, acc + 16 * kBlockN + 16, stride);
 }
 
 // ---- K slices ------------------------------------------------------------------------------------------------------------
