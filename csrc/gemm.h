@@ -13,7 +13,7 @@ constexpr int kAmxTileM = 16;  // rows of x in an AMX tile
 // errors.
 constexpr int kPromoteGroups = 16;
 constexpr int64_t kPanelBytes = 1 << 14;  // of dequantized weights; with a tile of x it fits L1
-constexpr int64_t kAmxPanelBytes = 1 << 15;  // the L1 of CPUs with AMX holds 48 KB
+constexpr int64_t kAmxPanelBytes = 1 << 15;  // at most
 constexpr int kScratchRows = kAmxTileM + 2;
 
 enum Dtype : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };  // of x, bias and y
@@ -43,6 +43,7 @@ struct GemmCall {
   Strategy strategy;
   ScaleAt scale_at;          // kAmxTiles
   int64_t k_step_int32;      // kAmxTiles: int32 of a row of an A tile, rows of a B tile
+  int64_t slice_int32;       // kAmxTiles: int32 of a row of x in a K slice
   int64_t chunk_blocks;      // kAmxTiles: N blocks that go by while a K slice of x stays in cache
   const uint32_t* x_packed;
   const float* x_group_sums; // where W has offsets: x summed over each group, in x_packed's order of tiles

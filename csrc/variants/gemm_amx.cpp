@@ -9,15 +9,15 @@ extern const GemmKernels gemm_kernels;
 namespace bitline::BITLINE_ISA {
 namespace {
 
-#ifndef BITLINE_AMX_MIN_M
-#define BITLINE_AMX_MIN_M 4
-#endif
-constexpr int64_t kMinM = BITLINE_AMX_MIN_M;  // below, AVX-512's GEMV
-constexpr int64_t kSliceInt32 = kAmxPanelBytes / 4 / kBlockN;  // rows of a panel: 512 columns in bfloat16, 1,024 in int8
-constexpr int64_t kMaxStepInt32 = 16;         // rows of a B tile
-constexpr int64_t kMaxSliceGroups = kSliceInt32 / 4;
+constexpr int64_t kMinInt8M = 12;  // below, AVX-512's GEMV with VNNI
+constexpr int64_t kMaxStepInt32 = 16;  // rows of a B tile
+constexpr int64_t kMaxSliceInt32 = kAmxPanelBytes / 4 / kBlockN;
+constexpr int64_t kMaxSliceGroups = kMaxSliceInt32 / 4;
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------------
+
+// GCC's intrinsics do not say that tile loads, of configurations too, read memory.
+INLINE void finish_stores(const void* p = nullptr) { __asm__ volatile("" ::"r"(p) : "memory"); }
 
 // Tiles 0-3: accumulators, 4 and 5: x, 6 and 7: W.
 struct alignas(64) TileConfig {
@@ -33,11 +33,9 @@ void configure_tiles(const GemmCall& c) {
   for (int i = 0; i < 4; ++i) t.rows[i] = m, t.row_bytes[i] = 64;
   for (int i = 4; i < 6; ++i) t.rows[i] = m, t.row_bytes[i] = uint16_t(c.k_step_int32 * 4);
   for (int i = 6; i < 8; ++i) t.rows[i] = uint8_t(c.k_step_int32), t.row_bytes[i] = 64;
+  finish_stores(&t);
   _tile_loadconfig(&t);
 }
-
-// GCC's tile loads do not say that they read memory.
-INLINE void finish_stores() { __asm__ volatile("" ::: "memory"); }
 
 // Accumulator tile += A tile * B tile: bfloat16 pairs, or signed x times unsigned codes.
 #define BITLINE_MMA(acc, a, b) \
@@ -116,10 +114,10 @@ struct Slice {
 template <class Compute> INLINE int64_t group_int32(const GemmCall& c) { return c.w->group_k / Compute::k_per_operand; }
 
 template <class Compute> Slice slice_at(const GemmCall& c, int64_t begin) {
-  Slice s{begin, c.row_int32 - begin < kSliceInt32 ? c.row_int32 - begin : kSliceInt32, 0, 0};
+  Slice s{begin, c.row_int32 - begin < c.slice_int32 ? c.row_int32 - begin : c.slice_int32, 0, 0};
   if (c.scale_at != kScaleAccumulators) return s;
   const int64_t per_group = group_int32<Compute>(c);
-  s.first_group = begin / per_group, s.groups = s.int32_count / per_group;
+  s.first_group = begin / per_group, s.groups = s.int32_count < per_group ? 1 : s.int32_count / per_group;
   s.int32_count = s.groups * per_group;
   return s;
 }
@@ -340,6 +338,10 @@ void compute_blocks(const GemmCall& c, int64_t first, int64_t last, uint32_t* pa
 // about 110 for each 32 rows of x.
 bool prefers_scaled_panel(const GemmCall& c) { return 6 * c.m > 5 * c.w->group_k; }
 
+// From M = 2 to here AVX-512's GEMV in float32 is faster than tiles, and than vdpbf16ps: two FMAs start in a cycle, one vdpbf16ps
+// in two.
+int64_t max_f32_m(const PackedHeader& w) { return w.bits == 8 ? 2 : w.group_k >= 64 ? 3 : 5; }
+
 // int32 of a K step, 0 where groups are too short or uneven for AMX.
 int64_t k_step_of(int64_t per_group) {
   for (int64_t step = kMaxStepInt32; step >= 4; step /= 2)
@@ -349,14 +351,19 @@ int64_t k_step_of(int64_t per_group) {
 
 // N blocks of a chunk: enough chunks to keep all threads busy, few enough accumulators for L2.
 int64_t chunk_blocks_of(const GemmCall& c) {
-  const int64_t fair = num_n_blocks(*c.w) / (4 * c.num_threads), most = c.m > 512 ? 4 : 8;
+  const int64_t fair = num_n_blocks(*c.w) / (4 * c.num_threads), most = c.m > 128 ? 4 : 2;
   return fair < 1 ? 1 : fair < most ? fair : most;
 }
 
 void plan(GemmCall& c) {
   avx512::gemm_kernels.plan(c);
   const PackedHeader& w = *c.w;
-  if (c.m < kMinM || w.batch_invariant || c.compute == kComputeF32) return;
+  if (c.m == 1 || w.batch_invariant || c.compute == kComputeF32) return;
+  if (c.compute == kComputeInt8 && c.m < kMinInt8M) return;
+  if (c.compute == kComputeBF16 && c.m <= max_f32_m(w)) {
+    c.compute = kComputeF32;
+    return avx512::gemm_kernels.plan(c);
+  }
   const int64_t k_per_int32 = c.compute == kComputeBF16 ? 2 : 4, step = k_step_of(w.group_k / k_per_int32);
   const bool may_round = c.compute == kComputeBF16 && c.dtype == kBFloat16;
   if (w.row_scales && (c.compute == kComputeBF16 || w.k_packed <= 65000)) c.scale_at = kScaleOutput;
@@ -366,6 +373,7 @@ void plan(GemmCall& c) {
   c.strategy = kAmxTiles;
   c.k_step_int32 = c.scale_at == kScaleAccumulators ? step : kMaxStepInt32;
   c.row_int32 = (w.k_packed / k_per_int32 + c.k_step_int32 - 1) / c.k_step_int32 * c.k_step_int32;
+  c.slice_int32 = c.m <= 64 ? kMaxSliceInt32 / 8 : kMaxSliceInt32 / 2;
   c.chunk_blocks = chunk_blocks_of(c);
 }
 

@@ -11,7 +11,7 @@ import importlib.util
 import platform as host
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -103,8 +103,8 @@ def _cpu_rates(features: frozenset[str], cores: int) -> Rates:
     """Rates measured per core with torch 2.13 on two-core machines (docs/performance.md), times the core count."""
     bandwidth = min(17e9 * cores, 300e9)
     fp32 = 24e9 * cores
-    if "amx" in features:
-        return Rates(bandwidth, 900e9 * cores, 90e9 * cores, 1360e9 * cores, launch=2e-6)
+    if "amx" in features:  # 16 virtual cores of an Emerald Rapids Xeon
+        return Rates(min(10e9 * cores, 115e9), 230e9 * cores, 45e9 * cores, 400e9 * cores, launch=2e-6)
     if "avx512_bf16" in features:
         return Rates(bandwidth, 440e9 * cores, 90e9 * cores, 740e9 * cores, launch=2e-6)
     if "avx512" in features:
@@ -124,6 +124,7 @@ class Platform:
         cores: CPU threads that torch uses.
         interpreted: Whether Triton runs its interpreter, not its compiler.
         native: Whether Bitline's native core (C++) is available; it is built at installation where there is a compiler.
+        device: Name of the torch device that `detect` described; "" for a platform that need not be here. Not compared.
     """
 
     vendor: Vendor
@@ -133,6 +134,7 @@ class Platform:
     cores: int = 2
     interpreted: bool = False
     native: bool = True
+    device: str = field(default="", compare=False, repr=False)
 
     @staticmethod
     def parse(text: str) -> Platform:
@@ -205,21 +207,22 @@ class Platform:
 
             return Platform(
                 "cpu", _machine(), cpu_features(), packages, torch.get_num_threads(), env.triton_interpret(),
-                native.core() is not None,
+                native.core() is not None, str(target),
             )  # fmt: skip
         if target.type == "cuda":
             if not torch.cuda.is_available():
                 raise PlatformError("no CUDA or ROCm device is available", found=str(target), expected="a GPU that torch sees",
                                     fix="pass device='cpu', or install a torch build for this GPU")  # fmt: skip
             if torch.version.hip:
-                return Platform("rocm", torch.cuda.get_device_properties(target).gcnArchName.split(":")[0], packages=packages)
+                arch = torch.cuda.get_device_properties(target).gcnArchName.split(":")[0]
+                return Platform("rocm", arch, packages=packages, device=str(target))
             major, minor = torch.cuda.get_device_capability(target)
-            return Platform("cuda", f"sm{major}{minor}", packages=packages)
+            return Platform("cuda", f"sm{major}{minor}", packages=packages, device=str(target))
         if target.type == "xpu" and not torch.xpu.is_available():
             raise PlatformError("no XPU is available", found=str(target), expected="an Intel GPU that torch sees",
                                 fix="pass device='cpu', or install a torch build for this GPU")  # fmt: skip
         if target.type == "xpu":
-            return Platform("xpu", packages=packages)
+            return Platform("xpu", packages=packages, device=str(target))
         raise PlatformError("Bitline has no platform for this device", found=str(target), expected="cpu, cuda or xpu")
 
     @property
@@ -302,6 +305,12 @@ def cpu_features() -> frozenset[str]:
     elif _is_zen():
         found.add("zen")
     return frozenset(found)
+
+
+def device_name(device: str) -> str:
+    """The model name of a torch device of this machine."""
+    kind = as_device(device).type
+    return cpu_name() if kind == "cpu" else str(getattr(torch, kind).get_device_name(device))
 
 
 def cpu_name() -> str:

@@ -24,8 +24,13 @@ BF16_RATE, F32_RATE, INT8_RATE, BF16_OF_8_BITS_RATE = 500e9, 260e9, 900e9, 460e9
 # gathered from a table.
 AVX2_GEMV, AVX2_PANEL, AVX2_PER_ROW, AVX2_GATHER = 15e-12, 60e-12, 7.5e-12, 90e-12
 AVX2_MAX_GEMV_M = 3
-# The kernel does not use AMX, and a CPU with AMX starts one vdpbf16ps per cycle where Zen 5 starts two: an estimate.
-AMX_CPU_SCALE = 0.33
+# AMX: measured on 2 and 16 virtual cores of an Emerald Rapids Xeon. Seconds per weight and core: dequantizing (8 bits or short
+# groups cost more), and per row of x, by tiles of 16 rows, in bfloat16 and in int8; below the tiles' M, by vectors.
+AMX_DEQUANT, AMX_DEQUANT_SLOW, AMX_PER_ROW, AMX_INT8_PER_ROW = 62e-12, 170e-12, 4.8e-12, 3.4e-12
+AMX_VECTOR, AMX_VECTOR_PER_ROW, AMX_VECTOR_INT8_PER_ROW = 48e-12, 20e-12, 7e-12
+AMX_TILE_M, AMX_MIN_INT8_M = 16, 12
+# What does not run on tiles there: the share of the rates above at M = 256. One vdpbf16ps starts in two cycles.
+AMX_CPU_VECTORS = {BF16_RATE: 0.11, BF16_OF_8_BITS_RATE: 0.11, F32_RATE: 0.28, INT8_RATE: 0.32}
 PACK_ACTIVATIONS = 1e-10  # seconds per element of x
 CALL = 3e-6
 FAST_FEATURES = frozenset(("avx512_bf16", "avx512_vnni", "avx512_vbmi"))
@@ -127,7 +132,7 @@ class CPUWNA16LinearKernel(Kernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """Roofline of reading the weight and of multiply-adds; with AVX2 dequantization is the largest part."""
+        """Roofline of reading the weight and of multiply-adds; with AVX2 and AMX dequantization is a large part."""
         weights, extra = spec.n * spec.k, CALL
         if not packed_weight.quantizes_activations(spec.act):
             extra += costs.fake_quant(spec, platform, m)
@@ -136,7 +141,11 @@ class CPUWNA16LinearKernel(Kernel):
             per_weight = (AVX2_GEMV if m <= AVX2_MAX_GEMV_M else AVX2_PANEL) + m * AVX2_PER_ROW
             per_weight += AVX2_GATHER if spec.weight.kind != "int" and spec.weight.bits != 4 else 0.0
             return max(read, weights * per_weight * costs.core_scale(platform)) + extra
-        rate = _core_rate(spec) * platform.cores * (AMX_CPU_SCALE if "amx" in platform.features else 1.0)
+        if "amx" in platform.features and not cls.batch_invariant and _compute_rate(spec) != F32_RATE:
+            return max(read, weights * _amx_per_weight(spec, m) / platform.cores) + m * spec.k * PACK_ACTIVATIONS + extra
+        rate = _compute_rate(spec) * platform.cores
+        if "amx" in platform.features:
+            rate *= AMX_CPU_VECTORS[_compute_rate(spec)]
         return max(read, 2.0 * m * weights / rate) + m * spec.k * PACK_ACTIVATIONS * costs.core_scale(platform) + extra
 
     @classmethod
@@ -156,11 +165,21 @@ class CPUBatchInvariantLinearKernel(CPUWNA16LinearKernel):
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """10 % above the kernel without batch invariance."""
-        return 1.1 * super().cost(spec, platform, m)
+        """10 % above the kernel without batch invariance, whose tiles it does not use."""
+        return 1.1 * max(super().cost(spec, platform, m), CPUWNA16LinearKernel.cost(spec, platform, m))
 
 
-def _core_rate(spec: LinearSpec) -> float:
+def _amx_per_weight(spec: LinearSpec, m: int) -> float:
+    """Seconds per weight and core with AMX."""
+    int8 = _compute_rate(spec) == INT8_RATE
+    if int8 and m < AMX_MIN_INT8_M:
+        return AMX_VECTOR + m * AMX_VECTOR_INT8_PER_ROW
+    slow = not int8 and (packed_weight.layout_of(spec).bits == 8 or packed_weight.layout_of(spec).group_k <= 32)
+    tiles = (AMX_DEQUANT_SLOW if slow else AMX_DEQUANT) + max(m, AMX_TILE_M) * (AMX_INT8_PER_ROW if int8 else AMX_PER_ROW)
+    return min(tiles, AMX_VECTOR + m * AMX_VECTOR_PER_ROW) if not int8 else tiles
+
+
+def _compute_rate(spec: LinearSpec) -> float:
     """Operations per second of one core with AVX-512, by compute type."""
     bits = packed_weight.layout_of(spec).bits
     native_act = spec.act is not None and packed_weight.quantizes_activations(spec.act)

@@ -25,7 +25,7 @@ from bitline.weight import QuantizedWeight
 GROUP_SIZES = (256, 128, 64, 32)  # what the operator takes
 # Measured seconds per weight on two cores (docs/performance.md), (without, with) AMX: the operator's first token, each token of
 # many, and a token of torch's matmul.
-FIRST_TOKEN, EACH_TOKEN, MATMUL_TOKEN = (12.5e-12, 26e-12), (5.55e-12, 11.6e-12), (2.1e-12, 1.1e-12)
+FIRST_TOKEN, EACH_TOKEN, MATMUL_TOKEN = (12.5e-12, 70e-12), (5.55e-12, 32e-12), (2.1e-12, 4.3e-12)
 PANEL = 1 << 21  # weights dequantized at a time: 4 MiB of bfloat16, which a last-level cache holds
 
 

@@ -19,7 +19,7 @@ from bitline.weight import QuantizedWeight
 
 # Measured seconds per weight on two cores (docs/performance.md), (without, with) AMX: the operator's first token, each further
 # token, and a token of torch's matmul.
-FIRST_TOKEN, EACH_TOKEN, MATMUL_TOKEN = (11.5e-12, 31e-12), (5.9e-12, 30e-12), (2.1e-12, 1.1e-12)
+FIRST_TOKEN, EACH_TOKEN, MATMUL_TOKEN = (11.5e-12, 31e-12), (5.9e-12, 30e-12), (2.1e-12, 4.3e-12)
 PANEL = 1 << 21  # weights dequantized at a time: 4 MiB of bfloat16, which a last-level cache holds
 
 
