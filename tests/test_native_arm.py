@@ -27,6 +27,7 @@ def build(program, *compiler):
     return program
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_arm_cpu_computes_the_same(tmp_path):
     arm = build(tmp_path / "arm", sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-static")

@@ -11,6 +11,7 @@ import bitline
 from bitline import ActSpec, LinearSpec, QuantLinear, WeightError, quantize, types
 from bitline.formats.gguf import blocks
 from bitline.testing import check, check_exact, lossless_inputs, lossless_weight, random_spec, random_weight
+from thinning import thinned
 
 CHECKPOINTS = sorted(p.name for p in (Path(__file__).parent / "fixtures" / "checkpoints").iterdir() if p.is_dir())
 WORLDS = (1, 2, 3, 4, 8)
@@ -95,7 +96,7 @@ def test_every_layer_of_every_checkpoint(name):
 
 
 @pytest.mark.parametrize("kind", blocks.BLOCKS)
-@pytest.mark.parametrize("k", [256, 768])
+@pytest.mark.parametrize("k", thinned([256, 768], 2))
 def test_gguf(kind, k):
     import numpy as np
 
@@ -237,7 +238,7 @@ def test_a_shard_keeps_only_the_groups_of_its_columns():
 LOSSLESS = [name for name, t in types.SCALAR_TYPES.items() if {0.0, 1.0} <= set(t.values())]  # others have no lossless weights
 
 
-@pytest.mark.parametrize("scalar", types.SCALAR_TYPES)
+@pytest.mark.parametrize("scalar", thinned(types.SCALAR_TYPES, 3))
 @pytest.mark.parametrize("order", ORDERS)
 def test_partial_sums_of_k_shards_reduce_to_the_exact_output(scalar, order):
     """Integer inputs and one power-of-two scale: in float64 every sum is exact, for every type."""
@@ -298,7 +299,7 @@ def test_an_input_multiplier_is_sharded_with_its_columns():
 # ---- kernels -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", thinned(CHECKPOINTS, 3))
 def test_a_kernel_runs_every_shard_of_a_checkpoint(name):
     record = bitline.open_checkpoint(Path(__file__).parent / "fixtures" / "checkpoints" / name).layers()[0]
     w = record.weight()

@@ -16,6 +16,7 @@ from bitline.model.plan import plan
 from bitline.model.tokenizer import encode, load_tokenizer
 from bitline.model.transformers_logging import suppress_transformers_logging
 from bitline.testing.oracle import transformers_gguf_model
+from thinning import thinned
 
 pytestmark = pytest.mark.xdist_group("smollm2")  # one process loads the model
 PROMPTS = ("The capital of France is", "def fibonacci(n):")
@@ -60,7 +61,7 @@ def test_every_linear_layer_is_replaced_and_the_head_is_tied(exact):
     assert not any(isinstance(m, torch.nn.Linear) for m in exact.modules())
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", thinned(PROMPTS, 2))
 def test_same_logits_as_transformers(exact, theirs, tokenizer, prompt):
     ids = encode(tokenizer, prompt)
     with torch.inference_mode():

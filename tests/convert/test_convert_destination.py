@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import bitline
 from bitline.conversion import safetensors_output, shard_writer
 from bitline.errors import CheckpointError, ConversionError, InputError
+from thinning import thinned
 
 GPTQ = CHECKPOINTS / "gq_w4g128_sym_v1"
 REFUSED = CHECKPOINTS / "bnb_nf4"  # which no format represents exactly
@@ -88,7 +89,7 @@ def test_parents_made_for_a_result_are_removed_with_it(to, tmp_path):
 NAMES = ["with spaces", "重み ü", "[bold]x[/]", 'it\'s "q"', "a\nb", "-rf", "x" * 250, "a~", "$HOME", os.fsdecode(b"\xff")]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, 4, start=1))
 def test_any_name(name, tmp_path):
     """Unusual names of source and result, as the command prints them."""
     shutil.copytree(GPTQ, tmp_path / name)
