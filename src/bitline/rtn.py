@@ -96,23 +96,49 @@ def quantize(
         InputError: For an unknown scheme, a group size or input scale that the scheme does not have, and a w that is not a finite
             floating-point matrix.
     """
-    preset = SCHEMES.get(scheme.upper())
-    if preset is None:
-        raise InputError("unknown quantization scheme", found=repr(scheme), expected=", ".join(SCHEMES))
+    preset = _preset(scheme)
     low, high = _check_weight(w)
     n, k = w.shape
     block = _block(preset, group_size, n, k)
     global_scale = _global_scale(torch.maximum(high, -low)) if preset.scale == "e4m3" else None
     codes, scale, zero = _quantize_rows(w, preset, block, (low, high), global_scale)
     static_scale = _input_scale(preset, input_scale, w.device)
-    spec = LinearSpec(
-        n, k, preset.weight, block, zero="none" if preset.symmetric else "int", act=preset.act, act_dtype=w.dtype,
-        bias=bias is not None, scale2_block=None if global_scale is None else (n, k),
-        scale_dtype={"float": w.dtype, "e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}[preset.scale],
-    )  # fmt: skip
+    spec = _spec(preset, n, k, block, w.dtype, bias is not None)
     return QuantizedWeight(
         spec, codes, _stored_scale(preset, scale), zero, bias=bias, input_scale=static_scale,
         scale2=None if global_scale is None else global_scale.double().reciprocal().view(1, 1),
+    )  # fmt: skip
+
+
+def scheme_spec(n: int, k: int, scheme: str, group_size: int | None = None, dtype: torch.dtype = torch.bfloat16) -> LinearSpec:
+    """The spec of the weight that `quantize` makes, without a bias.
+
+    Args:
+        n: Rows N.
+        k: Columns K.
+        scheme: As in `quantize`.
+        group_size: As in `quantize`.
+        dtype: The weight's, and act_dtype.
+
+    Raises:
+        InputError: For an unknown scheme, and a group size that it does not have.
+    """
+    preset = _preset(scheme)
+    return _spec(preset, n, k, _block(preset, group_size, n, k), dtype, False)
+
+
+def _preset(scheme: str) -> Preset:
+    preset = SCHEMES.get(scheme.upper())
+    if preset is None:
+        raise InputError("unknown quantization scheme", found=repr(scheme), expected=", ".join(SCHEMES))
+    return preset
+
+
+def _spec(preset: Preset, n: int, k: int, block: tuple[int, int], dtype: torch.dtype, bias: bool) -> LinearSpec:
+    return LinearSpec(
+        n, k, preset.weight, block, zero="none" if preset.symmetric else "int", act=preset.act, act_dtype=dtype, bias=bias,
+        scale2_block=(n, k) if preset.scale == "e4m3" else None,
+        scale_dtype={"float": dtype, "e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}[preset.scale],
     )  # fmt: skip
 
 

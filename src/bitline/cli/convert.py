@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from bitline.cli.console import err, out
 from bitline.cli.fetch import local_path
+from bitline.cli.progress import progress_bars
 from bitline.cli.render import put, size, table
 from bitline.conversion import LayerReport, convert
 
@@ -62,16 +62,8 @@ def _exit(number: int, _frame: object) -> None:
 @contextlib.contextmanager
 def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """One bar for writing and one for verification."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=err, transient=True) as bars:
-        tasks: dict[str, Any] = {}
-
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task({"prove": "verify"}.get(stage, stage), total=total)
-            bars.update(tasks[stage], completed=done)
-
-        yield progress
+    with progress_bars() as show_step:
+        yield lambda stage, done, total: show_step({"prove": "verify"}.get(stage, stage), done, total)
 
 
 def show(report: dict[str, Any]) -> None:

@@ -22,8 +22,8 @@ _COUNT_KEYS = re.compile(r"(layers?|blocks?|block_count|depth|heads?|head_count\
 _WIDTH_KEYS = re.compile(r"(_size|_dim|_rank|n_embd|n_inner|d_model|d_ff|(embedding|feed_forward|key|value)_length)$")
 
 
-def default_dtype(checkpoint: Checkpoint, platform: Platform) -> torch.dtype:
-    """The activation dtype where none was asked for.
+def default_dtype(checkpoint: Checkpoint | None, platform: Platform) -> torch.dtype:
+    """The activation dtype where none was asked for, with or without a checkpoint.
 
     GPU: the checkpoint's own 16-bit dtype, bfloat16 where it names none, float16 on NVIDIA before sm80. CPU: bfloat16 where
     the CPU has instructions for it, else float32.
@@ -32,7 +32,8 @@ def default_dtype(checkpoint: Checkpoint, platform: Platform) -> torch.dtype:
         return torch.bfloat16 if platform.features & {"avx512_bf16", "amx", "bf16"} else torch.float32
     if 0 < platform.capability < 80:
         return torch.float16
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    config: Mapping[str, Any] = {} if checkpoint is None else checkpoint.config
+    named = config.get("dtype") or config.get("torch_dtype")
     return torch.float16 if named == "float16" else torch.bfloat16
 
 

@@ -135,7 +135,10 @@ def random_weight(spec: LinearSpec, seed: int | torch.Generator = 0, device: tor
 
 def _random_codes(spec: LinearSpec, g: torch.Generator) -> Tensor:
     valid = torch.tensor([i for i, v in enumerate(spec.weight.values()) if abs(v) < float("inf")], dtype=torch.uint8)
-    return valid[torch.randint(len(valid), (spec.n, spec.k), generator=g)]
+    codes = torch.empty(spec.n, spec.k, dtype=torch.uint8)
+    for rows in codes.split(bitstream.rows_per_chunk(spec.k)):  # an index takes eight bytes
+        rows.copy_(valid[torch.randint(len(valid), rows.shape, generator=g)])
+    return codes
 
 
 def _pack(raw: Tensor, spec: LinearSpec, g: torch.Generator) -> Tensor:
