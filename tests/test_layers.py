@@ -16,7 +16,7 @@ ROWS = (
     ("dequant", "weight_checks"),
     ("sharding",),
     ("platform", "weight", "act_quant"),
-    ("rtn", "formats.base", "kernels.base"),
+    ("rtn", "formats.base", "kernels.base", "tuning"),
     ("formats.io",),
     ("formats.quant_config", "formats.common", "kernels.registry"),
     ("formats", "kernels.integers", "kernels.microscaled", "kernels.cpu.costs", "kernels.providers.common"),

@@ -77,8 +77,18 @@ def test_the_ranking_is_over_all_batch_sizes_of_the_policy():
     assert pick(decode, prompt, policy=Policy(m=(1,))).best.name == "Decode"
     assert pick(decode, prompt, policy=Policy(m=(256,))).best.name == "Prompt"
     both = pick(decode, prompt, policy=Policy(m=(1, 256)))
-    assert both.best.name == "Decode" and both.best.score == pytest.approx(3e-6)
+    assert both.best.name == "Decode" and both.best.score == pytest.approx(1e-6 + 9e-6 / 256)
     assert "4.0x the time at M=1" in both.lost_because
+
+
+def test_the_score_is_the_time_of_a_workload_with_as_many_tokens_at_each_m():
+    answer = entry(kernel("Answer", lambda m: 1e-6 if m == 1 else 200e-6))
+    prompt = entry(kernel("Prompt", lambda m: 2e-6 if m == 1 else 10e-6))
+    assert pick(answer, prompt).best.name == "Answer"  # 256 + 200 us for 256 tokens of each, against 512 + 10 us
+    costly = entry(kernel("Answer", lambda m: 1e-6 if m == 1 else 300e-6))
+    assert pick(costly, prompt).best.name == "Prompt"
+    assert pick(costly, prompt).best.score == pytest.approx((512e-6 + 10e-6) / 256)
+    assert "per token 2.0 us" in pick(costly, prompt).explain() and "per token" not in pick(costly, policy=Policy(m=1)).explain()
 
 
 def test_priority_breaks_ties_only():

@@ -17,13 +17,14 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("BITLINE_CACHE", "directory for downloaded models", "model.packaged.fetch(cache=…)"),
+    Variable("BITLINE_CACHE", "directory for downloaded models and measured costs", "model.packaged.fetch(cache=…)"),
     Variable("BITLINE_DISABLED_KERNELS", "kernel class names never to use, comma-separated", "Policy(disabled=…)"),
     Variable("BITLINE_KERNEL", "class name of the kernel to use", "Policy(kernel=…)"),
     Variable("BITLINE_BACKEND", "backend (provider) whose kernels to use", "Policy(backend=…)"),
     Variable("BITLINE_CPU_ISA", "instruction set of the native core: portable, avx2, avx512 or amx", "native.use_isa(…)"),
     Variable("BITLINE_NO_NATIVE", "1: run without the native core", "Platform(native=False)"),
     Variable("BITLINE_NO_STEP", "1: disable the native decode step", "load_model(native_step=False)"),
+    Variable("BITLINE_NO_TUNED", "1: ignore the costs that `bitline tune` measured", "Policy(tuned=False)"),
     Variable("BITLINE_NATIVE_LIBRARY", "path of a native core to load instead of the installed one", "native.Core(path)"),
 )
 
@@ -69,6 +70,11 @@ def no_native() -> bool:
 def no_step() -> bool:
     """True where `$BITLINE_NO_STEP` is set to anything but 0."""
     return _read("BITLINE_NO_STEP") not in ("", "0")
+
+
+def no_tuned() -> bool:
+    """True where `$BITLINE_NO_TUNED` is set to anything but 0."""
+    return _read("BITLINE_NO_TUNED") not in ("", "0")
 
 
 def native_library() -> Path | None:

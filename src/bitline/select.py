@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bitline import env
+from bitline import env, tuning
 from bitline.errors import NoKernelError
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
@@ -33,11 +33,12 @@ class Policy:
         strict: Whether a requested kernel or backend that cannot run a layer is an error; if not, selection falls back and the
             choice's note has the reason.
         disabled: Class names of kernels never to use.
-        m: Expected batch sizes M (tokens per call). Kernels are ranked by the geometric mean of their costs at these; the default
-            is decode at batch size 1 and a prompt of 256 tokens.
+        m: Expected batch sizes M (tokens per call). Kernels are ranked by the time of a workload that puts the same number of
+            tokens through calls of each; the default is an answer of 256 tokens, one by one, to a prompt of 256.
         deterministic: Use deterministic kernels only.
         batch_invariant: Use batch-invariant kernels only, whose result for a token does not depend on M. Takes precedence over a
             backend that has none; the choice's note says so.
+        tuned: Use the costs that `bitline tune` measured on this machine, where the platform is this machine.
 
     Raises:
         NoKernelError: For an M below 1, and names that are not text.
@@ -50,6 +51,7 @@ class Policy:
     m: tuple[int, ...] = (1, 256)
     deterministic: bool = False
     batch_invariant: bool = False
+    tuned: bool = True
 
     def __post_init__(self) -> None:
         sizes = (self.m,) if isinstance(self.m, int) else self.m
@@ -96,9 +98,13 @@ class Candidate:
         kernel: The kernel.
         verdict: Whether it can run the layer under the policy, and why not.
         supported: Whether it runs on the platform at all.
-        costs: Estimated seconds per call at each M of the policy; empty where it is not supported or has no valid estimate.
+        costs: Seconds per call at each M of the policy, estimated or measured here; empty where it is not supported or has no
+            valid estimate.
+        m: M of each cost.
         priority: Breaks ties of the score, larger first.
         backend: The kernel's backend (provider).
+        measured_here: Whether the costs were measured on this machine (`bitline tune`), not estimated.
+        failed_here: How it failed when it was tuned on this machine: such kernels rank last. "" where it did not.
     """
 
     name: str
@@ -106,8 +112,11 @@ class Candidate:
     verdict: Verdict
     supported: bool
     costs: tuple[float, ...]
+    m: tuple[int, ...]
     priority: int
     backend: str
+    measured_here: bool = False
+    failed_here: str = ""
 
     @property
     def nondeterministic(self) -> bool:
@@ -116,8 +125,12 @@ class Candidate:
 
     @property
     def score(self) -> float:
-        """Geometric mean of the costs, which favours a kernel that is good at all batch sizes over one that is best at one."""
-        return math.exp(sum(map(math.log, self.costs)) / len(self.costs)) if self.costs else math.inf
+        """Seconds per token: the sum over M of cost / M, the time in which one token goes through calls of every M."""
+        return sum(cost / m for cost, m in zip(self.costs, self.m, strict=True)) if self.costs else math.inf
+
+    def cost_basis(self, platform: Platform) -> str:
+        """How the costs are known: "measured here" (`bitline tune`), or as the kernel's `cost_basis`."""
+        return "measured here" if self.measured_here else self.kernel.cost_basis(platform)
 
 
 @dataclass(frozen=True)
@@ -183,6 +196,8 @@ class Choice:
         name = short_name(other.name)
         if len(self.best.costs) != len(other.costs):
             return f"{name}: not asked for"
+        if other.failed_here and not self.best.failed_here:
+            return f"{name}: failed when it was tuned here, {other.failed_here}"
         ratio, m = max((o / b, m) for o, b, m in zip(other.costs, self.best.costs, self.policy.m, strict=True))
         if other.score >= self.best.score:
             return f"{name}: {ratio:.1f}x the time at M={m}" if ratio > 1.005 else f"{name}: same cost, lower priority"
@@ -193,17 +208,20 @@ class Choice:
         return f"{name}: not asked for"
 
     def explain(self) -> str:
-        """The ranking as text: every candidate's verdict, cost at each M of the policy, reason and nearest fix."""
+        """The ranking as text: every candidate's verdict, seconds per call at each M and per token, reason and nearest fix."""
         lines = [f"{self.spec} on {self.platform}"]
         lines += [f"note: {self.note}"] if self.note else []
         width = max(len(c.name) for c in self.candidates)
         for i, c in enumerate(self.candidates):
             mark = "->" if i == 0 else "  "
             cost = "  ".join(f"M={m} {format_seconds(v)}" for m, v in zip(self.policy.m, c.costs, strict=False))
-            cost += f"  ({c.kernel.cost_basis(self.platform)})" if cost else ""
+            cost += f"  per token {format_seconds(c.score)}" if len(c.costs) > 1 else ""
+            cost += f"  ({c.cost_basis(self.platform)})" if cost else ""
             lines.append(f"{mark} {c.name:{width}}  {'yes' if c.verdict else 'no '}  {cost or '-'}")
             if not c.verdict:
                 lines.append(f"     because: {c.verdict.reason}" + (f"; would run: {c.verdict.fix}" if c.verdict.fix else ""))
+            elif c.failed_here:
+                lines.append(f"     ranks last: failed when it was tuned here, {c.failed_here}")
         if self.degraded and self.nearest_fast is not None:
             lines.append(f"degraded: {self.nearest_fast.name} would be faster; {self.nearest_fast.verdict.reason}")
         return "\n".join(lines)
@@ -223,7 +241,9 @@ class Choice:
                 {
                     "kernel": c.name, "backend": c.backend, "ok": c.verdict.ok, "reason": c.verdict.reason, "fix": c.verdict.fix,
                     "cost_seconds": {str(m): v for m, v in zip(self.policy.m, c.costs, strict=False)},
+                    "seconds_per_token": c.score if c.costs else None,
                     "cost_basis": c.kernel.cost_basis(self.platform),
+                    "measured_here": c.measured_here, "failed_here": c.failed_here,
                 }
                 for c in self.candidates
             ],
@@ -249,18 +269,22 @@ def choose(
     policy: Policy | str | None = None,
     *,
     kernels: Sequence[registry.Entry] | None = None,
+    measured: tuning.Measurements | None = None,
 ) -> Choice:
     """Rank every kernel for a layer.
 
-    A pure function: the platform may be one that is not here, and nothing is allocated or compiled. Kernels rank by the geometric
-    mean of their costs over policy.m, priority breaks ties. Nondeterministic kernels, and on a GPU kernels that emulate without
-    measured costs, come after the others.
+    The platform may be one that is not here, and nothing is allocated, compiled or timed. Kernels rank by the time per token of a
+    workload with as many tokens at each M of the policy (`Candidate.score`), priority breaks ties. A kernel that was measured at
+    all of these M has its measured costs, any other its estimates. Nondeterministic kernels, and on a GPU kernels that emulate
+    without measured costs, come after the others, and last those that failed when they were tuned.
 
     Args:
         spec: The layer. Kernels are asked about it without `input_multiplier`, which the layer applies itself.
         platform: A Platform or its text form; this machine's CPU by default.
         policy: Any form that `Policy.of` accepts; the environment's by default.
         kernels: The kernels to rank; all registered ones by default.
+        measured: Measured costs. By default those of `bitline tune` if the platform is this machine (from `Platform.detect`, not
+            from text), policy.tuned is true and `$BITLINE_NO_TUNED` is not set; else none.
 
     Returns:
         The ranking, chosen kernel first.
@@ -277,7 +301,10 @@ def choose(
     policy = Policy.of(policy)
     entries = registry.entries() if kernels is None else tuple(kernels)
     check_names(policy, entries)
-    candidates = _ranked([_evaluate(entry, spec, platform, policy) for entry in entries], platform)
+    if measured is None:
+        measured = tuning.load(platform) if policy.tuned else {}
+    times = measured.get(tuning.key_of(spec), tuning.UNTIMED) if measured else tuning.UNTIMED
+    candidates = _ranked([_evaluate(entry, spec, platform, policy, times) for entry in entries], platform)
     requested = policy.kernel != "auto" or policy.backend != "auto"
     note = _put_requested_first(candidates, spec, platform, policy) if requested else ""
     if not candidates or not candidates[0].verdict:
@@ -285,19 +312,21 @@ def choose(
     if candidates[0].nondeterministic and not requested:
         note = f"{candidates[0].name} is not deterministic: its reduction order varies between calls; "
         note += "Policy(deterministic=True) excludes it"
+    if candidates[0].failed_here:
+        note = f"{candidates[0].name} failed when it was tuned here: {candidates[0].failed_here}"
     return Choice(spec, platform, policy, tuple(candidates), note)
 
 
 def _ranked(candidates: list[Candidate], platform: Platform) -> list[Candidate]:
     """Candidates best first."""
-    has_native = any(c.verdict and not c.nondeterministic and not c.kernel.emulates for c in candidates)
+    has_native = any(c.verdict and not (c.nondeterministic or c.kernel.emulates or c.failed_here) for c in candidates)
 
     def emulation_ranks_last(c: Candidate) -> bool:
         # A GPU may have native units for the scheme, which a modelled cost of emulation must not outrank.
-        return c.kernel.emulates and platform.vendor != "cpu" and c.kernel.cost_basis(platform) != "measured"
+        return c.kernel.emulates and platform.vendor != "cpu" and c.cost_basis(platform) == "modelled"
 
     def key(c: Candidate) -> tuple[Any, ...]:
-        last = (has_native and c.nondeterministic, emulation_ranks_last(c))
+        last = (bool(c.failed_here), has_native and c.nondeterministic, emulation_ranks_last(c))
         return (not c.verdict, not c.supported, *last, c.score, -c.priority, c.name)
 
     return sorted(candidates, key=key)
@@ -352,8 +381,8 @@ def check_names(policy: Policy, entries: Sequence[registry.Entry] = ()) -> None:
                             expected=", ".join(("auto", "cpu", *sorted(backends))))  # fmt: skip
 
 
-def _evaluate(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: Policy) -> Candidate:
-    """Ask a kernel about the platform and the layer, estimate its costs, then apply the policy."""
+def _evaluate(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: Policy, times: tuning.LayerTimes) -> Candidate:
+    """Ask a kernel about the platform and the layer, take its measured costs or estimate them, then apply the policy."""
     kernel = entry.kernel
     verdict = (
         verdict_of(kernel.is_supported, platform)
@@ -362,13 +391,18 @@ def _evaluate(entry: registry.Entry, spec: LinearSpec, platform: Platform, polic
     )
     supported = bool(verdict)
     costs: tuple[float, ...] = ()
+    measured: tuple[float, ...] = ()
     if supported:
         verdict = _implements(kernel, spec, platform)
-        costs, error = _costs(kernel, spec, platform, policy)
+        measured = times.of(entry.name, policy.m)
+        costs, error = (measured, "") if measured else _costs(kernel, spec, platform, policy)
         verdict = no(f"its cost cannot be estimated: {error}") if error and verdict else verdict
     if verdict and not (allowed := _allowed(entry, policy)):
         verdict = allowed
-    return Candidate(entry.name, kernel, verdict, supported, costs, entry.priority, kernel.backend)
+    failed = times.failed.get(entry.name, "") if supported else ""
+    return Candidate(
+        entry.name, kernel, verdict, supported, costs, policy.m, entry.priority, kernel.backend, bool(measured), failed
+    )
 
 
 def _allowed(entry: registry.Entry, policy: Policy) -> Verdict:

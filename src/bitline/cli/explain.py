@@ -58,7 +58,7 @@ def explain_report(path: Path, platform: Platform | None, policy: Policy, dtype:
                   for name in ("bandwidth", "bf16", "int8", "fp8")},
         "policy": {"kernel": policy.kernel, "backend": policy.backend, "strict": policy.strict,
                    "disabled": sorted(policy.disabled), "batch_invariant": policy.batch_invariant,
-                   "deterministic": policy.deterministic},
+                   "deterministic": policy.deterministic, "tuned": policy.tuned},
         "plans": plans, "totals": _totals(plans), "if_installed": _if_installed(plans, sharded, where, policy),
     }  # fmt: skip
 

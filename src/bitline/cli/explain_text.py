@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Any
 
@@ -31,7 +30,8 @@ def show(report: dict[str, Any], everything: bool = False) -> None:
     if any("expert" in p["example"] for p in report["plans"]):
         out.print("every expert is counted once; a token is routed to a few of them", highlight=False)
     for scheme, plans in schemes.items():
-        put(Text(f"\n{scheme}", "bold").append(": candidates, time relative to the chosen kernel", "not bold"))
+        head = ": candidates by time per token, times relative to the chosen kernel's"
+        put(Text(f"\n{scheme}", "bold").append(head, "not bold"))
         _show_candidates(plans)
         _show_refusals(plans, everything)
     _show_if_installed(report)
@@ -47,32 +47,36 @@ def _show_head(report: dict[str, Any]) -> None:
     wanted += [k.replace("_", " ") for k in ("batch_invariant", "deterministic") if policy[k]]
     wanted += [f"without {', '.join(map(short_name, policy['disabled']))}"] if policy["disabled"] else []
     asked = f"; asked for: {', '.join(wanted)}" if wanted else ""
-    put(hanging("at", f"{rates}: times are estimates at these rates{asked}"))
+    measured = any(c["measured_here"] for p in report["plans"] for c in p["candidates"])
+    but = ", but for those measured here" if measured else ""
+    put(hanging("at", f"{rates}: times are estimates at these rates{but}{asked}"))
 
 
 # ---- candidates that run -------------------------------------------------------------------------------------------------
 
 
 def _show_candidates(plans: list[dict[str, Any]]) -> None:
-    """Kernels that run some of the layers, with their time over the chosen kernel's, the fastest first."""
+    """Kernels that run some of the layers, with their time over the chosen kernel's, the least time per token first."""
     ms = list(plans[0]["cost_seconds"])
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    per_token: dict[str, list[float]] = defaultdict(list)
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for p in plans:
         for c in p["candidates"]:
             if c["kind"] != "runs":
                 continue
             runs[c["kernel"]].append(p)
+            per_token[c["kernel"]].append(c["seconds_per_token"] / p["candidates"][0]["seconds_per_token"])
             for m in ms:
                 if m in c["cost_seconds"] and m in p["cost_seconds"]:
                     ratios[c["kernel"]][m].append(c["cost_seconds"][m] / p["cost_seconds"][m])
-    log_time = lambda kernel: sum(math.log(r) for of_m in ratios[kernel].values() for r in of_m) / len(runs[kernel])
     grid = table("", "kernel", *(f"M={m}" for m in ms), "")
-    for kernel in sorted(runs, key=log_time):
+    for kernel in sorted(runs, key=lambda kernel: sum(per_token[kernel]) / len(runs[kernel])):
         chosen_for = [p for p in runs[kernel] if p["kernel"] == kernel]
         mark = Text("→", "green") if chosen_for else ""
         cells = [_ratio_range(ratios[kernel][m]) for m in ms]
-        grid.add_row(mark, short_name(kernel), *cells, _candidate_note(kernel, runs[kernel], chosen_for, plans, ratios[kernel]))
+        note = _candidate_note(kernel, runs[kernel], chosen_for, plans, per_token[kernel])
+        grid.add_row(mark, short_name(kernel), *cells, note)
     put(grid)
     for note in dict.fromkeys(p["note"] for p in plans if p["note"]):
         put(hanging("note", note, "yellow"))
@@ -80,16 +84,23 @@ def _show_candidates(plans: list[dict[str, Any]]) -> None:
 
 def _candidate_note(
     kernel: str, runs: list[dict[str, Any]], chosen_for: list[dict[str, Any]], plans: list[dict[str, Any]],
-    ratios: dict[str, list[float]],
+    per_token: list[float],
 ) -> str:  # fmt: skip
-    """How the cost is known, and for which shapes the kernel runs or was chosen if not for all."""
-    notes = [next(c["cost_basis"] for c in runs[0]["candidates"] if c["kernel"] == kernel)]
+    """How the cost is known, its time per token, and for which shapes the kernel runs or was chosen if not for all."""
+    facts = [next(c for c in p["candidates"] if c["kernel"] == kernel) for p in runs]
+    measured = [p for p, fact in zip(runs, facts, strict=True) if fact["measured_here"]]
+    notes = [facts[0]["cost_basis"]] if len(measured) < len(runs) else []
+    notes += [f"measured here for {_shapes(measured)}" if notes else "measured here"] if measured else []
+    if failed := next((fact["failed_here"] for fact in facts if fact["failed_here"]), ""):
+        notes.append(f"ranks last: failed when it was tuned here, {failed}")
+    if len(plans[0]["cost_seconds"]) > 1 and not chosen_for:
+        notes.append(f"{_ratio_range(per_token)} per token")
     if chosen_for and len(chosen_for) < len(plans):
         notes.append(f"chosen for {_shapes(chosen_for)}")
     else:
         if len(runs) < len(plans):
             notes.append(f"supports {_shapes(runs)} only")
-        if not chosen_for and all(r == 1 for of_m in ratios.values() for r in of_m):
+        if not chosen_for and all(r == 1 for r in per_token):
             notes.append("same cost, lower priority")
     return ", ".join(notes)
 
@@ -139,11 +150,11 @@ def _near_refusals(
     near: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     faster: set[tuple[str, str]] = set()
     for p in plans:
-        chosen_time = sum(p["cost_seconds"].values())
+        chosen_time = p["candidates"][0]["seconds_per_token"]
         for c in p["candidates"]:
             if c["kind"] in _NEAR and c["does_scheme"]:
                 near[c["reason"], c["fix"]][short_name(c["kernel"])].append(p)
-                if c["cost_seconds"] and sum(c["cost_seconds"].values()) < chosen_time:
+                if c["cost_seconds"] and c["seconds_per_token"] < chosen_time:
                     faster.add((c["reason"], c["fix"]))
     return near, faster
 
