@@ -30,7 +30,7 @@ def test_help_does_not_import_torch():
     code = "import sys; sys.argv=['bitline','--help']\nfrom bitline.cli.main import run\ntry: run()\nexcept SystemExit: pass\n"
     done = subprocess.run([sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True)
     assert done.stdout.strip().endswith("False"), done.stderr
-    assert all(word in done.stdout for word in ("run", "inspect", "explain", "convert", "doctor"))
+    assert all(word in done.stdout for word in ("run", "inspect", "explain", "tune", "convert", "doctor"))
     assert "bench" not in done.stdout
 
 

@@ -194,6 +194,32 @@ def explain(
     emit(report) if as_json else show(report, everything)
 
 
+@app.command(
+    epilog="For example: bitline tune MODEL --m 1,16,512 --seconds 120, or bitline tune --shape 4096x11008 --scheme W4A16"
+)
+def tune(
+    model: Annotated[str | None, typer.Argument(help="A checkpoint folder, a .gguf file, or smollm2.")] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", metavar="NxK", help="Instead of a model, one layer of this shape.")
+    ] = None,
+    scheme: Annotated[
+        str, typer.Option("--scheme", metavar="NAME", help="The scheme of --shape: W4A16, FP8, NVFP4, …")
+    ] = "W4A16",
+    m: Annotated[str, typer.Option("--m", metavar="1,16,512", help="Batch sizes (M) to measure.")] = "1,256",
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", help="Time limit; what is not reached keeps its estimates.")
+    ] = 60.0,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, xpu.")] = "cpu",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Time the kernels of every layer on this machine, and keep the times: selection then prefers them to estimates."""
+    from bitline.cli.tune import show, tune_report
+
+    report = tune_report(model, shape, scheme, parse_batch_sizes(m), seconds, device, dtype, quiet=as_json)
+    emit(report) if as_json else show(report)
+
+
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint folder, a .safetensors or a .gguf file, or smollm2.")],

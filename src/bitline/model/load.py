@@ -14,6 +14,7 @@ from bitline import env, memory
 from bitline.checkpoint import Checkpoint, open_checkpoint
 from bitline.errors import BitlineError, InputError, OutOfMemoryError
 from bitline.model import decode_step
+from bitline.model import tune as tuner
 from bitline.model.meta_model import (
     check_config_sizes,
     default_dtype,
@@ -34,6 +35,7 @@ def load_model(
     policy: Policy | str | None = None,
     progress: Callable[[int, int], None] | None = None,
     native_step: bool | None = None,
+    tune: bool | float = False,
 ) -> Any:
     """A transformers causal language model from a checkpoint, every quantized linear layer a QuantLinear.
 
@@ -41,7 +43,8 @@ def load_model(
     unquantized weights; by default `meta_model.default_dtype`. policy: how kernels are chosen. progress: called with
     (tensors loaded, tensors in total). native_step: on a CPU in bfloat16, run each decoder layer of a one-token step as one
     native call (`model/decode_step.py`); by default yes, unless `$BITLINE_NO_STEP` is set or the policy asks for batch
-    invariance.
+    invariance. tune: first time the kernels of each kind of layer that `bitline tune` has not measured here, for at most a minute
+    or this many seconds, and keep the times for later loads too; by default nothing is timed.
 
     The model is built on the meta device, then filled one layer at a time: peak memory is the packed model plus about one
     layer. Every parameter comes from the checkpoint: a missing one, or a quantized layer that the model has no module for, is
@@ -56,6 +59,9 @@ def load_model(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError("a model's dtype is a floating-point torch.dtype", found=repr(dtype), expected="torch.bfloat16, say")
     dtype = dtype or default_dtype(checkpoint, platform)
+    if tune:
+        counts = {spec: len(names) for spec, names in tuner.specs_of(checkpoint, dtype).items()}
+        tuner.tune(counts, device, policy, tuner.DEFAULT_SECONDS if tune is True else tune, again=False)
     with _load_lock:
         model = _load(checkpoint, device, dtype, policy, progress)
     if native_step is None:
