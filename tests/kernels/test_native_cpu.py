@@ -53,7 +53,7 @@ def test_every_type_and_group(level, kind, group):
             check(Kernel.apply(x, packed, None, spec), x, weight)
 
 
-def _run(spec, weight, x):
+def run_poisoned(spec, weight, x):
     """The kernel into a buffer of NaN with a margin, which must not be written."""
     core = native.core()
     packed = Kernel.pack(weight)["weight"]
@@ -72,7 +72,7 @@ def test_every_element_is_written_and_none_else(level, n, m):
     for kind in (types.uint4b8, types.uint3b4, types.int8):
         spec = LinearSpec(n, 70, kind, (1, 32), scale_dtype=torch.float32, bias=True)
         weight, x = lossless_weight(spec, n), lossless_inputs(m, spec, m)
-        check_exact(_run(spec, weight, x), x, weight)
+        check_exact(run_poisoned(spec, weight, x), x, weight)
 
 
 PANEL = {
@@ -90,9 +90,9 @@ PANEL = {
 def test_large_m(level, name):
     spec, m = PANEL[name]
     exact, x = lossless_weight(spec, 1), lossless_inputs(m, spec, 2)
-    check_exact(_run(spec, exact, x), x, exact)
+    check_exact(run_poisoned(spec, exact, x), x, exact)
     weight, x = random_weight(spec, 3), inputs(m, spec, 4)
-    check(_run(spec, weight, x), x, weight)
+    check(run_poisoned(spec, weight, x), x, weight)
 
 
 @pytest.mark.parametrize("m", [1, 7, 40, 200])
