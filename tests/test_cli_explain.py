@@ -71,6 +71,11 @@ def documented(section):
     return set(re.findall(r"^\| `([\w.\[\]]+)` \|", part, re.MULTILINE))
 
 
+MAPS = (
+    "cost_seconds", "estimated_seconds", "measured_seconds", "totals", "now", "versions", "compilers", "plugin_failures",
+)  # fmt: skip
+
+
 def keys(value, prefix=""):
     """Every key, lists as `name[]`; maps with free keys (M, packages) as the name alone."""
     found = set()
@@ -79,7 +84,7 @@ def keys(value, prefix=""):
         found.add(name)
         if isinstance(inner, list) and inner and isinstance(inner[0], dict):
             found |= set().union(*(keys(i, f"{name}[].") for i in inner))
-        elif isinstance(inner, dict) and key not in ("cost_seconds", "totals", "now", "versions", "compilers", "plugin_failures"):
+        elif isinstance(inner, dict) and key not in MAPS:
             found |= keys(inner, f"{name}.")
     return found
 

@@ -69,8 +69,10 @@ def test_the_faster_kernel_is_chosen_from_then_on():
     assert rows(layer)["Wishful"].estimate == {1: 1e-6, 256: 1e-6} and report.file == tuning.path_of(HERE)
     chosen = choose(SPEC, HERE, Policy(), kernels=kernels)
     assert chosen.best.name == "Modest" and chosen.best.measured_here
-    turns = [name for name, m in clock.calls if m == 1][-6:]
-    assert turns == ["Wishful", "Modest"] * 3  # called in turn
+    turns = [name for name, m in clock.calls if m == 1]
+    assert turns[:4] == ["Wishful"] * 2 + ["Modest"] * 2  # the check and one call
+    rounds = {tuple(turns[i : i + 2]) for i in range(4, len(turns), 2)}
+    assert rounds == {("Wishful", "Modest"), ("Modest", "Wishful")}  # each in every round, in changing order
 
 
 def test_a_kernel_far_behind_is_called_once_for_its_time():
@@ -81,7 +83,7 @@ def test_a_kernel_far_behind_is_called_once_for_its_time():
     assert snail.status == "slow" and snail.seconds == {1: 11.0, 256: 11.0}
     clock.calls.clear()
     report = clock.tune(clock.kernel("Snail", 11.0, estimate=1e-6), clock.kernel("Quick", 1.0), seconds=1e5)
-    assert len([1 for name, _ in clock.calls if name == "Snail"]) == 8  # before the other one was known, and in no round
+    assert len([1 for name, _ in clock.calls if name == "Snail"]) == 4  # and in no round
     assert rows(report.layers[0])["Snail"].status == "slow"
 
 
@@ -109,6 +111,16 @@ def test_what_is_not_reached_keeps_its_estimates_and_the_report_says_so():
     )
     assert late.layers[1].status == "not reached" and not any(row.seconds for row in late.layers[1].kernels)
     assert late.layers[1].kernel == late.layers[1].before == "A"
+
+
+def test_times_do_not_lose_against_another_kernel_s_estimate():
+    clock = Clock()
+    kernels = [clock.kernel("A", 10.0, estimate=1.0), clock.kernel("B", 10.0, estimate=1.5)]
+    (layer,) = clock.tune(*kernels, seconds=65.0).layers
+    assert rows(layer)["A"].status == "measured" and rows(layer)["B"].status == "partly"
+    assert layer.status == "partly" and layer.kernel == layer.before == "A" and tuning.load(HERE) == {}
+    assert choose(SPEC, HERE, Policy(), kernels=kernels).best.name == "A"
+    assert clock.tune(*kernels, seconds=1e4).layers[0].status == "measured" and tuning.load(HERE)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +185,7 @@ def test_small_weights_are_timed_in_copies_that_the_cache_cannot_hold(monkeypatc
     clock = Clock()
     tuner.tune({SPEC: 1}, "cpu", Policy(), 1e3, kernels=[entry(Watched), clock.kernel("B", 1e-9)], clock=clock)
     packed = sum(t.nbytes for t in Watched.pack(bitline.testing.random_weight(SPEC)).values())
-    assert len(set(read)) == math.ceil((1 << 18) / packed) and read[1] != read[0] != read[2]
+    assert len(set(read)) == math.ceil((1 << 18) / packed) and read[1] != read[0]
     assert tuner.cache_bytes(torch.device("cpu")) > 0
 
 
@@ -228,19 +240,12 @@ def test_the_command(folder, tmp_path):
     assert report["m"] == [1, 3] and len(report["plans"]) == 4 and sum(p["layers"] for p in report["plans"]) == 14
     measured = [c for p in report["plans"] for c in p["candidates"] if c["status"] in ("measured", "slow")]
     assert measured and all(list(c["measured_seconds"]) == ["1", "3"] for c in measured)
-    assert keys_of(report) == documented("tune")
+    assert keys(report) == documented("tune")
     assert str(tmp_path) in report["file"] and len(list((tmp_path / "tuned").iterdir())) == 1
     explained = command("explain", folder, "--m", "1,3", BITLINE_CACHE=str(tmp_path), BITLINE_NO_TUNED="0")
     assert explained.returncode == 0 and "measured here" in explained.stdout and "but for those measured here" in explained.stdout
     plain = command("explain", folder, "--m", "1,3", "--json", BITLINE_CACHE=str(tmp_path), BITLINE_NO_TUNED="1")
     assert not any(c["measured_here"] for p in json.loads(plain.stdout)["plans"] for c in p["candidates"])
-
-
-def keys_of(report):
-    for plan in report["plans"]:
-        for candidate in plan["candidates"]:
-            del candidate["measured_seconds"], candidate["estimated_seconds"]
-    return keys(report) | {f"plans[].candidates[].{name}_seconds" for name in ("measured", "estimated")}
 
 
 def test_the_command_on_a_shape(tmp_path):

@@ -100,6 +100,7 @@ class Candidate:
         supported: Whether it runs on the platform at all.
         costs: Seconds per call at each M of the policy, estimated or measured here; empty where it is not supported or has no
             valid estimate.
+        estimates: The estimates, also where the costs were measured.
         m: M of each cost.
         priority: Breaks ties of the score, larger first.
         backend: The kernel's backend (provider).
@@ -112,6 +113,7 @@ class Candidate:
     verdict: Verdict
     supported: bool
     costs: tuple[float, ...]
+    estimates: tuple[float, ...]
     m: tuple[int, ...]
     priority: int
     backend: str
@@ -126,7 +128,12 @@ class Candidate:
     @property
     def score(self) -> float:
         """Seconds per token: the sum over M of cost / M, the time in which one token goes through calls of every M."""
-        return sum(cost / m for cost, m in zip(self.costs, self.m, strict=True)) if self.costs else math.inf
+        return _per_token(self.costs, self.m)
+
+    @property
+    def estimated_score(self) -> float:
+        """`score` of the estimates, for comparisons with kernels that cannot be measured."""
+        return _per_token(self.estimates, self.m)
 
     def cost_basis(self, platform: Platform) -> str:
         """How the costs are known: "measured here" (`bitline tune`), or as the kernel's `cost_basis`."""
@@ -173,7 +180,7 @@ class Choice:
         refused = [c for c in refused if self.spec.act is not None or not c.kernel.quantizes_input]
         # A kernel that only the input dtype or the policy excludes is nearer than one that could not do the scheme at all.
         refused = [c for c in refused if _implements_scheme(c.kernel, self.spec)] or refused
-        return min(refused, key=lambda c: c.score, default=None)
+        return min(refused, key=lambda c: c.estimated_score, default=None)
 
     @property
     def degraded(self) -> bool:
@@ -183,7 +190,7 @@ class Choice:
         """
         near = self.nearest_fast
         requested = self.policy.kernel == self.best.name or self.policy.backend == self.best.backend
-        if not self.kernel.emulates or requested or near is None or near.score >= self.best.score:
+        if not self.kernel.emulates or requested or near is None or near.estimated_score >= self.best.estimated_score:
             return False
         return self.kernel.is_fallback or _implements_scheme(near.kernel, self.spec)
 
@@ -241,6 +248,7 @@ class Choice:
                 {
                     "kernel": c.name, "backend": c.backend, "ok": c.verdict.ok, "reason": c.verdict.reason, "fix": c.verdict.fix,
                     "cost_seconds": {str(m): v for m, v in zip(self.policy.m, c.costs, strict=False)},
+                    "estimated_seconds": {str(m): v for m, v in zip(self.policy.m, c.estimates, strict=False)},
                     "seconds_per_token": c.score if c.costs else None,
                     "cost_basis": c.kernel.cost_basis(self.platform),
                     "measured_here": c.measured_here, "failed_here": c.failed_here,
@@ -248,6 +256,10 @@ class Choice:
                 for c in self.candidates
             ],
         }  # fmt: skip
+
+
+def _per_token(costs: Sequence[float], sizes: Sequence[int]) -> float:
+    return sum(cost / m for cost, m in zip(costs, sizes, strict=True)) if costs else math.inf
 
 
 def short_name(kernel: str) -> str:
@@ -390,19 +402,20 @@ def _evaluate(entry: registry.Entry, spec: LinearSpec, platform: Platform, polic
         else no(f"runs on {', '.join(entry.platforms)}; this platform is {platform.vendor}")
     )
     supported = bool(verdict)
-    costs: tuple[float, ...] = ()
+    estimates: tuple[float, ...] = ()
     measured: tuple[float, ...] = ()
     if supported:
         verdict = _implements(kernel, spec, platform)
         measured = times.of(entry.name, policy.m)
-        costs, error = (measured, "") if measured else _costs(kernel, spec, platform, policy)
+        estimates, error = _costs(kernel, spec, platform, policy)
         verdict = no(f"its cost cannot be estimated: {error}") if error and verdict else verdict
     if verdict and not (allowed := _allowed(entry, policy)):
         verdict = allowed
     failed = times.failed.get(entry.name, "") if supported else ""
     return Candidate(
-        entry.name, kernel, verdict, supported, costs, policy.m, entry.priority, kernel.backend, bool(measured), failed
-    )
+        entry.name, kernel, verdict, supported, measured or estimates, estimates, policy.m, entry.priority, kernel.backend,
+        bool(measured), failed,
+    )  # fmt: skip
 
 
 def _allowed(entry: registry.Entry, policy: Policy) -> Verdict:

@@ -150,13 +150,19 @@ def _near_refusals(
     near: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     faster: set[tuple[str, str]] = set()
     for p in plans:
-        chosen_time = p["candidates"][0]["seconds_per_token"]
+        chosen_time = _estimate_per_token(p["candidates"][0])
         for c in p["candidates"]:
             if c["kind"] in _NEAR and c["does_scheme"]:
                 near[c["reason"], c["fix"]][short_name(c["kernel"])].append(p)
-                if c["cost_seconds"] and c["seconds_per_token"] < chosen_time:
+                if c["estimated_seconds"] and _estimate_per_token(c) < chosen_time:
                     faster.add((c["reason"], c["fix"]))
     return near, faster
+
+
+def _estimate_per_token(candidate: dict[str, Any]) -> float:
+    """The time by which a kernel that cannot be measured is compared with others."""
+    seconds: dict[str, float] = candidate["estimated_seconds"]
+    return sum(value / int(m) for m, value in seconds.items())
 
 
 def _other_refusals(plans: list[dict[str, Any]]) -> dict[str, list[str]]:

@@ -107,7 +107,7 @@ def show(report: dict[str, Any]) -> None:
         what = f"{unfinished} of {len(report['plans'])} kinds of layers"
         text = f"{what} were not measured completely in {report['limit_seconds']:g} s"
         put(hanging("note", f"{text}: estimates stand for the rest; --seconds gives more time", "yellow"))
-    where = report["file"] or "nowhere: the cache folder cannot be written, or nothing was measured"
+    where = report["file"] or "nowhere: not enough was measured, or the cache folder cannot be written"
     put(hanging("kept in", where))
 
 

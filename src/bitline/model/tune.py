@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,6 @@ from bitline.weight import QuantizedWeight
 
 DEFAULT_SECONDS = 60.0
 SLOW = 10.0  # times the fastest kernel's: one call is enough
-_FIRST_CALLS = 3  # of a kernel that is not slow, before the rounds
 _ROUNDS = 50
 _GPU_CALLS = 10  # between two synchronizations
 _CHECKED_N, _CHECKED_M = 256, 16  # rows and columns of y that are compared with the reference
@@ -159,6 +159,8 @@ def tune(
                 {row.kernel: row.seconds for row in rows if row.seconds},
                 {row.kernel: row.reason for row in rows if row.status == "failed"},
             )
+            if _favours_a_guess(choice, chooser(spec, measured={key: known.updated(new)})):
+                new = tuning.LayerTimes(failed=new.failed)
             if new != tuning.UNTIMED:
                 file = tuning.save(platform, {key: new})
                 known = known.updated(new)
@@ -172,6 +174,11 @@ def tune(
 
 def _able(choice: Choice) -> list[Candidate]:
     return [c for c in choice.candidates if c.verdict]
+
+
+def _favours_a_guess(before: Choice, after: Choice) -> bool:
+    """Whether incomplete times move the choice to a kernel that was not measured, whose estimate may be optimistic."""
+    return after.best.name != before.best.name and not after.best.measured_here
 
 
 def _step(progress: Progress, before: int, total: int, done: int) -> None:
@@ -258,12 +265,9 @@ class _Bench:
                 if self.clock() + contender.best.get(self._next_smaller(m), 0.0) >= self.limit:
                     break  # a call takes at least as long as one of the next smaller M
                 self._check(contender.calls[0](xs[m]), xs[m], weight)
-                for _ in range(_FIRST_CALLS):
-                    if self.clock() + contender.best.get(m, 0.0) >= self.limit:
-                        break
-                    self._time(contender, m, xs[m])
-                    if self._is_slow(contender, m):
-                        break
+                if self.clock() >= self.limit:
+                    break
+                self._time(contender, m, xs[m])
             if contender.best:
                 contender.status = "measured" if len(contender.best) == len(self.sizes) else "partly"
             if all(self._is_slow(contender, m) for m in contender.best) or self.kept_bytes + nbytes > _KEPT_BYTES:
@@ -317,10 +321,11 @@ class _Bench:
         for i, m in enumerate(self.sizes):
             racing = [c for c in self.contenders if c.calls and m in c.best and not self._is_slow(c, m)]
             slice_end = self.clock() + (self.limit - self.clock()) / (len(self.sizes) - i)
+            shuffler = random.Random(m)  # a kernel is slower after one that has evicted its input and code, so the order changes
             for _ in range(_ROUNDS if len(racing) > 1 else 0):
                 if self.clock() + self.repeats * sum(c.best[m] for c in racing) > slice_end:
                     break
-                for contender in racing:
+                for contender in shuffler.sample(racing, len(racing)):
                     self._time(contender, m, xs[m])
 
     def _time(self, contender: _Contender, m: int, x: Tensor) -> None:
