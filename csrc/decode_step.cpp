@@ -74,7 +74,7 @@ BITLINE_EXPORT int bitline_decode_attention(const uint16_t* qkv, const uint16_t*
   if (kv_heads * q_per_kv * length * head_dim <= kSerialAttention) {
     for (int64_t i = 0; i < kv_heads * splits; ++i) task(i);
   } else {
-    parallel_for(kv_heads * splits, task);
+    parallel_for(kv_heads * splits, task, true);
   }
   for (int64_t h = 0; h < kv_heads; ++h)
     for (int64_t q = 0; q < q_per_kv; ++q)
@@ -90,7 +90,8 @@ BITLINE_EXPORT int bitline_gemv_bf16(const uint16_t* x, const uint16_t* w, uint1
   if (x_f32 == nullptr) return -2;
   kernels.bf16_to_f32(x, x_f32, k);
   const int64_t partitions = n < 64 ? 1 : 8 * num_threads();
-  parallel_for(partitions, [&](int64_t i) { kernels.gemv(x_f32, w, k, n * i / partitions, n * (i + 1) / partitions, y); });
+  const auto task = [&](int64_t i) { kernels.gemv(x_f32, w, k, n * i / partitions, n * (i + 1) / partitions, y); };
+  parallel_for(partitions, task, true);
   return 0;
 }
 

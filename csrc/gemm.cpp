@@ -153,7 +153,7 @@ int run_pass(GemmCall& c, const GemmKernels& kernels) {
     }
     float* acc = reinterpret_cast<float*>(panel) + panel_bytes(c) / 4;
     kernels.compute_blocks(own, blocks * n_part / n_partitions, blocks * (n_part + 1) / n_partitions, panel, acc);
-  });
+  }, c.m <= kMaxTileM);
   return failed;
 }
 
@@ -237,6 +237,6 @@ BITLINE_EXPORT int bitline_fused_gemv(const void* x, int64_t k, const void* w0, 
       const int64_t end = (to < block_start[i + 1] ? to : block_start[i + 1]) - block_start[i];
       if (begin < end) kernels->compute_blocks(calls[i], begin, end, panel, reinterpret_cast<float*>(panel) + kPanelBytes / 4);
     }
-  });
+  }, true);
   return failed;
 }

@@ -1,11 +1,17 @@
 // Enters the OpenMP runtime that torch has loaded through the ABI of GCC's `#pragma omp parallel` (GOMP_parallel, which LLVM's
-// and Intel's runtimes export too). Where there is none, each parallel loop spawns threads.
+// and Intel's runtimes export too). Where there is none, loops run on the pool, or spawn threads while that is taken.
 #include "parallel.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "isa.h"
+#include "thread_pool.h"
 
 namespace bitline {
 namespace {
@@ -15,13 +21,29 @@ using GetNumThreads = int (*)();
 
 GompParallel gomp_parallel = nullptr;
 GetNumThreads torch_num_threads = nullptr;
+int default_threads = 0;   // torch's number when it was found
+int quota_threads = 1024;  // that the cgroup's CPU quota allows
 __thread bool in_parallel_region = false;
+
+// Until then loops run on the pool: other processes were seen to hold up OpenMP's threads. Of all threads of the process.
+int64_t contended_until_ns = 0;
+int64_t last_wait_ns = 0;
+int consecutive_waits = 0;
+constexpr int64_t kBarrierWaitNs = 300000, kWaitIntervalNs = 50000000, kContendedNs = 2000000000;
+constexpr int kWaits = 4;
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
 
 struct Job {
   Task task;
   void* context;
   int64_t n;
   int64_t next;
+  int64_t last_task_ns;  // when a thread last found no task left
 };
 
 // Runs on every thread of the team.
@@ -29,12 +51,56 @@ void run_worker(void* data) {
   Job& job = *static_cast<Job*>(data);
   const bool nested = in_parallel_region;
   in_parallel_region = true;
+  bool claimed = false;
   for (;;) {
     const int64_t i = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED);
     if (i >= job.n) break;
     job.task(job.context, i);
+    claimed = true;
   }
+  if (claimed) __atomic_store_n(&job.last_task_ns, now_ns(), __ATOMIC_RELAXED);
   in_parallel_region = nested;
+}
+
+// Runs on torch's OpenMP threads. If its barrier waits long after the last task, several times in a row, other processes preempt
+// the threads, and brief loops of the next seconds run on the pool.
+void run_on_openmp(Job& job) {
+  gomp_parallel(run_worker, &job, 0, 0);  // 0: the whole team; libgomp destroys the threads that a smaller team leaves over
+  const int64_t now = now_ns();
+  if (now - job.last_task_ns < kBarrierWaitNs) return;
+  const bool again = now - __atomic_exchange_n(&last_wait_ns, now, __ATOMIC_RELAXED) < kWaitIntervalNs;
+  const int waits = again ? __atomic_add_fetch(&consecutive_waits, 1, __ATOMIC_RELAXED) : 1;
+  if (!again) __atomic_store_n(&consecutive_waits, 1, __ATOMIC_RELAXED);
+  if (waits >= kWaits) __atomic_store_n(&contended_until_ns, now + kContendedNs, __ATOMIC_RELAXED);
+}
+
+bool prefers_pool(int count, bool brief) {
+  if (gomp_parallel == nullptr || count != torch_num_threads()) return true;
+  return brief && now_ns() < __atomic_load_n(&contended_until_ns, __ATOMIC_RELAXED);
+}
+
+// CPUs that a cgroup's quota is worth, rounded up; 0: no limit or no such file. v2: "quota period" or "max period".
+int quota_of(const char* quota_file, const char* period_file) {
+  char text[2][64] = {};
+  const char* files[2] = {quota_file, period_file};
+  for (int i = 0; i < 2 && files[i] != nullptr; ++i) {
+    const int file = open(files[i], O_RDONLY | O_CLOEXEC);
+    if (file < 0) return 0;
+    const ssize_t size = read(file, text[i], sizeof text[i] - 1);
+    close(file);
+    if (size <= 0) return 0;
+  }
+  char* end = text[0];
+  const int64_t quota = strtoll(text[0], &end, 10);
+  const int64_t period = strtoll(period_file == nullptr ? end : text[1], nullptr, 10);
+  return quota <= 0 || period <= 0 ? 0 : int((quota + period - 1) / period);
+}
+
+int cgroup_quota() {
+  const int v2 = quota_of("/sys/fs/cgroup/cpu.max", nullptr);
+  if (v2 > 0) return v2;
+  const int v1 = quota_of("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+  return v1 > 0 ? v1 : 1024;
 }
 
 void* thread_main(void* data) {
@@ -56,20 +122,28 @@ void run_on_spawned_threads(Job& job, int count) {
 
 int num_threads() {
   const int count = torch_num_threads == nullptr ? 1 : torch_num_threads();
+  if (count == default_threads && count > quota_threads) return quota_threads;
   return count < 1 ? 1 : count;
 }
 
-void run_tasks(int64_t n, Task task, void* context) {
+void enter_parallel_region() { in_parallel_region = true; }
+
+void run_tasks(int64_t n, Task task, void* context, bool brief) {
   // at::get_num_threads, behind num_threads, also sets the OpenMP team size of this thread.
   const int count = n < 2 || in_parallel_region ? 1 : num_threads();
-  Job job{task, context, n, 0};
   if (count == 1) {
     for (int64_t i = 0; i < n; ++i) task(context, i);
-  } else if (gomp_parallel != nullptr) {
-    gomp_parallel(run_worker, &job, 0, 0);  // 0: the whole team; libgomp destroys the threads that a smaller team leaves over
-  } else {
-    run_on_spawned_threads(job, count);
+    return;
   }
+  if (prefers_pool(count, brief)) {
+    in_parallel_region = true;
+    const bool done = run_on_pool(count, n, task, context);
+    in_parallel_region = false;
+    if (done) return;
+  }
+  Job job{task, context, n, 0, 0};
+  if (gomp_parallel != nullptr) run_on_openmp(job);
+  else run_on_spawned_threads(job, count);
 }
 
 }  // namespace bitline
@@ -85,6 +159,8 @@ BITLINE_EXPORT int bitline_bind_torch_threads(const char* torch_library) {
   void* symbol = dlsym(RTLD_DEFAULT, "GOMP_parallel");  // the order in which torch's own calls were bound
   if (symbol == nullptr) symbol = dlsym(torch, "GOMP_parallel");
   gomp_parallel = reinterpret_cast<GompParallel>(symbol);
+  default_threads = torch_num_threads == nullptr ? 0 : torch_num_threads();
+  quota_threads = cgroup_quota();
   return torch_num_threads == nullptr ? 0 : gomp_parallel == nullptr ? 1 : 2;
 }
 

@@ -1,4 +1,5 @@
-// Parallel loops on torch's own OpenMP threads: a second thread pool in the process would compete with them for the cores.
+// Parallel loops on torch's own OpenMP threads, since a second thread pool in the process competes with them for the cores; on
+// threads of the native core's own (thread_pool.h) while other processes hold those up.
 #pragma once
 
 #include <stdint.h>
@@ -7,19 +8,23 @@ namespace bitline {
 
 using Task = void (*)(void* context, int64_t task);
 
-// Threads that a parallel_for of the calling thread uses: torch.get_num_threads().
+// Threads that a parallel_for of the calling thread uses: torch.get_num_threads(), but no more than the cgroup's CPU quota unless
+// the caller has set torch's number.
 int num_threads();
+
+// Marks the calling thread, for good, as one whose loops run serially.
+void enter_parallel_region();
 
 // task(context, i) for each i in [0, n), on all threads; returns when all are done. Tasks are handed out one at a time from a
 // shared counter (dynamic scheduling), so they should take 20 us and more, and be a few for each thread. Nested calls run
-// serially.
-void run_tasks(int64_t n, Task task, void* context);
+// serially. brief: the loop takes less than a thread's time slice, as a GEMV does, so that none is waited for on a busy machine.
+void run_tasks(int64_t n, Task task, void* context, bool brief);
 
 namespace {  // internal linkage: the linker must not merge copies that were compiled for different ISA levels
 
 template <class F>
-void parallel_for(int64_t n, const F& fn) {
-  run_tasks(n, [](void* context, int64_t task) { (*static_cast<const F*>(context))(task); }, const_cast<F*>(&fn));
+void parallel_for(int64_t n, const F& fn, bool brief = false) {
+  run_tasks(n, [](void* context, int64_t task) { (*static_cast<const F*>(context))(task); }, const_cast<F*>(&fn), brief);
 }
 
 // fn(begin, end) for chunks of [0, n) of `grain` elements.

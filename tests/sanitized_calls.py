@@ -267,6 +267,7 @@ def main() -> None:
     count_calls(core)
     core.abi(), core.bind_torch_threads(core.torch_library), core.num_threads(), core.isa_highest()
     core.empty_parallel_regions(3, 5)
+    assert core.pool_loops(200, 7, 3) <= 0
     for size in (1, 5000, (4 << 20) + 17, (9 << 20) + 4095):
         region = empty(size, dtype=torch.uint8)
         core.prefault_pages(region.data_ptr(), size)

@@ -107,6 +107,43 @@ def test_the_number_of_threads_is_torchs():
         torch.set_num_threads(before)
 
 
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the pool sleeps on futexes")
+
+
+@needs_core
+@on_linux
+@pytest.mark.parametrize("threads", [2, 3, 9])
+def test_the_pool_runs_every_task_once(threads):
+    for tasks in (1, 2, 3, 40, 4096):
+        assert core.pool_loops(300 if tasks < 100 else 20, tasks, threads) == 0
+
+
+@needs_core
+@on_linux
+def test_the_pool_serves_one_caller_at_a_time():
+    import concurrent.futures
+
+    with concurrent.futures.ThreadPoolExecutor(4) as callers:
+        wrong = list(callers.map(lambda _: core.pool_loops(500, 10, 3), range(8)))
+    assert max(wrong) == 0  # a caller whose loops were all refused returns -1
+
+
+@needs_core
+@on_linux
+def test_a_forked_process_has_a_pool_of_its_own():
+    code = """
+import os
+from bitline import native
+core = native.core()
+assert core.pool_loops(10, 5, 3) == 0
+child = os.fork()
+if child == 0:
+    os._exit(core.pool_loops(10, 5, 3))
+print(os.waitpid(child, 0)[1], core.pool_loops(10, 5, 3))
+"""
+    assert output_of(code) == "0 0"
+
+
 @needs_core
 def test_concurrent_calls_from_python_threads(level):
     import concurrent.futures
