@@ -75,8 +75,8 @@ def test_an_unknown_architecture_has_its_nearest_older_relative_s_rates():
 def test_more_cores_are_not_slower():
     few, many = (Platform.parse(f"cpu:avx512,cores={c}").rates for c in (2, 16))
     assert many.bf16 > few.bf16 and many.bandwidth > few.bandwidth
-    levels = [Platform.parse(f"cpu:{f}").rates.bf16 for f in ("avx2", "avx512", "avx512_bf16", "amx")]
-    assert levels == sorted(levels)
+    avx2, avx512, bf16, amx = (Platform.parse(f"cpu:{f}").rates.bf16 for f in ("avx2", "avx512", "avx512_bf16", "amx"))
+    assert avx2 <= avx512 <= min(bf16, amx)  # a virtual core with AMX is measured below a Zen 5 core
 
 
 def test_detect_the_cpu(monkeypatch):

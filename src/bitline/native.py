@@ -30,7 +30,8 @@ THREADS = (
 # Exported functions: result type, then argument types. p: pointer, l: int64, i: int, u: uint32, d: double, s: bytes, v: void.
 SIGNATURES = {
     "bitline_abi": "i", "bitline_isa": "i", "bitline_isa_highest": "i", "bitline_set_isa": "ii",
-    "bitline_bind_torch_threads": "is", "bitline_num_threads": "i", "bitline_empty_parallel_regions": "vll", "bitline_pool_loops": "llli",
+    "bitline_bind_torch_threads": "is", "bitline_num_threads": "i", "bitline_empty_parallel_regions": "vll",
+    "bitline_pool_loops": "llli",
     "bitline_prefault_pages": "vpl", "bitline_all_finite": "ipliu",
     "bitline_unpack_codes": "vplllip", "bitline_pack_codes": "vplllip", "bitline_take_columns": "ipllliplp",
     "bitline_repack_gptq": "vplllpl", "bitline_repack_gptq_permuted": "iplplilpl", "bitline_repack_awq": "vplllpl",
