@@ -130,7 +130,10 @@ def command(folder, arguments, before=""):
                           env=os.environ | {"COLUMNS": "400"})  # fmt: skip
 
 
-@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize(
+    ("signal", "code"),
+    [("SIGINT", 130), *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in (("SIGTERM", 143), ("SIGHUP", 129)))],
+)
 @pytest.mark.parametrize("output", ["new", "empty", "file.gguf"])
 def test_signal_leaves_nothing(signal, code, output, tmp_path):
     if output == "empty":

@@ -76,13 +76,13 @@ def packages(monkeypatch):
             function.cache_clear()
 
 
-@pytest.mark.parametrize("name", thinned(FORMATS, 6))
+@pytest.mark.parametrize("name", thinned(FORMATS, 12))
 def test_every_kernel_of_this_machine(name):
     accepted = check_grid(name, OURS)
     assert accepted["ReferenceLinearKernel"] == accepted["BatchInvariantLinearKernel"] == max(accepted.values()) > 150
 
 
-@pytest.mark.parametrize("name", thinned(FORMATS, 6, start=3))
+@pytest.mark.parametrize("name", thinned(FORMATS, 12, start=6))
 def test_every_adapter(name, packages):
     check_grid(name, ADAPTERS.items())
 

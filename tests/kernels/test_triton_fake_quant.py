@@ -51,7 +51,7 @@ def test_under_the_interpreter(tier):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("spec", thinned(SPECS, 7), ids=lambda s: s.scheme)
+@pytest.mark.parametrize("spec", thinned(SPECS, 14), ids=lambda s: s.scheme)
 def test_conformance(spec):
     assert check_kernel(Kernel, [spec], Platform.detect("cpu")).passed
 

@@ -49,7 +49,7 @@ def test_under_the_interpreter(tier):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("spec", thinned(SPECS, 7), ids=lambda s: s.scheme)
+@pytest.mark.parametrize("spec", thinned(SPECS, 13), ids=lambda s: s.scheme)
 def test_conformance(spec):
     check_kernel(Kernel, [spec], Platform.detect("cpu"))
 
@@ -98,6 +98,7 @@ def test_a_shard_that_starts_inside_a_group(kind):
 
 
 @needs_interpreter
+@pytest.mark.exhaustive
 def test_split_k_and_k_slices_compute_the_same():
     for kind in ("uint4b8", "uint3b4", "uint5b16", "nf4"):
         weight = lossless_weight(BASE.replace(n=70, k=640, bias=True, weight=types.SCALAR_TYPES[kind]))
@@ -122,7 +123,8 @@ def test_every_bucket_of_m():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("wave32", thinned([True, False], 2))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wave32", [True, False])
 def test_amd_tile_configs(wave32, monkeypatch):
     """RDNA (wave32) and CDNA (wave64): tile_m of at least 16, and split-K partials reduced in a fixed order."""
     monkeypatch.setattr(launch, "device_traits", lambda device: DeviceTraits(False, wave32, 64 * 1024))
@@ -138,6 +140,7 @@ def test_amd_tile_configs(wave32, monkeypatch):
 
 
 @needs_interpreter
+@pytest.mark.exhaustive
 def test_without_matrix_instructions(monkeypatch):
     """NVIDIA GPUs before sm80: the fused kernel with PROMOTE_K of 32 up to M=8, panels and torch's matmul above."""
     monkeypatch.setattr(launch, "device_traits", lambda device: DeviceTraits(True, False, 64 * 1024, True))
