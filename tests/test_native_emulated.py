@@ -32,6 +32,6 @@ def library(tmp_path_factory):
 @pytest.mark.parametrize(("file", "tests"), [("test_native_amx.py", ""), ("test_native_cpu.py", AVX512)])
 def test_passes_emulated(library, file, tests):
     env = os.environ | {"BITLINE_NATIVE_LIBRARY": str(library)}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", tests]
     done = subprocess.run([*command, ROOT / "tests" / "kernels" / file], env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-1000:]
