@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 SPILLS = {("sm_80", "3 bits zero M=64"): 48}  # bytes per thread
-STEPS = [pytest.param(24, id="24th"), pytest.param(1, id="all", marks=pytest.mark.exhaustive)]  # of the variants
+STEPS = [pytest.param(48, id="48th"), pytest.param(1, id="all", marks=pytest.mark.exhaustive)]  # of the variants
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -65,6 +65,7 @@ def test_each_layer_has_its_own_locks():
     assert packed["locks"].shape == (2048,) and packed["locks"].dtype == torch.int32
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_has_tiles_for_every_accepted_layer():
     done = run("real_humming.py", "humming")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
