@@ -145,7 +145,10 @@ int run_pass(GemmCall& c, const GemmKernels& kernels) {
   parallel_for(m_partitions * n_partitions, [&](int64_t task) {
     const int64_t n_part = task % n_partitions, m_part = task / n_partitions;
     GemmCall own = c;
-    own.m_tile_begin = tiles * m_part / m_partitions, own.m_tile_end = tiles * (m_part + 1) / m_partitions;
+    // AMX multiplies two M tiles at once, the last of an odd number alone, in another order: partitions are of whole pairs.
+    const int64_t unit = c.strategy == kAmxTiles ? 2 : 1, units = (tiles + unit - 1) / unit;
+    own.m_tile_begin = units * m_part / m_partitions * unit, own.m_tile_end = units * (m_part + 1) / m_partitions * unit;
+    if (own.m_tile_end > tiles) own.m_tile_end = tiles;
     uint32_t* panel = static_cast<uint32_t*>(reserve(thread_workspace, thread_bytes));
     if (panel == nullptr) {
       __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);

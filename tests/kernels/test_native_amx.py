@@ -63,9 +63,9 @@ def test_same_bits_for_any_number_of_threads(name):
     spec = SPECS[name].replace(n=300)
     weight = random_weight(spec, 1)
     packed = list(Kernel.pack(weight).values())
-    for m in (17, 200):
+    for m in (17, 200, 224):
         x, results = inputs(m, spec), []
-        for count in (1, 2, 3, 7):
+        for count in (1, 2, 3, 16):
             torch.set_num_threads(count)
             results.append(Kernel.apply(x, packed, None, spec))
         assert all(torch.equal(results[0], r) for r in results)
