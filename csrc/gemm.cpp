@@ -52,11 +52,13 @@ void set_act_tensor_scale(const PackedHeader& w, const GemmKernels& kernels, Gem
 }
 
 // Partitions of the N blocks, one task each. Small M: a few long ones for each thread, of equal length if possible. Large M:
-// many, so that a thread which the OS preempts leaves its rest to the others; with AMX (chunk_blocks > 0) one for each chunk.
-int64_t num_n_partitions(int64_t blocks, int64_t m, int64_t chunk_blocks) {
+// many, so that a thread which the OS preempts leaves its rest to the others; with AMX one for each chunk.
+int64_t num_n_partitions(const GemmCall& c, int64_t blocks) {
   const int64_t team = num_threads();
-  if (chunk_blocks > 0 && m > kAmxTileM) return (blocks + chunk_blocks - 1) / chunk_blocks;
-  if (m > kAmxTileM || (m > kMaxTileM && chunk_blocks == 0)) return blocks < 16 * team ? blocks : 16 * team;
+  if (c.m > max_tile_m(c)) {
+    if (c.strategy == kAmxTiles) return (blocks + c.chunk_blocks - 1) / c.chunk_blocks;
+    return blocks < 16 * team ? blocks : 16 * team;
+  }
   int64_t best = blocks;
   for (int64_t n = 4 * team, least = INT64_MAX; n >= team && blocks > team; n -= team) {
     const int64_t padded = (blocks + n - 1) / n * n;  // work if all partitions are as long as the longest
@@ -80,7 +82,8 @@ int64_t num_m_partitions(const GemmCall& c, int64_t n_partitions, int64_t tiles)
 bool reads_x_in_place(const GemmCall& c) {
   const PackedHeader& w = *c.w;
   const bool same_columns = !w.column_map && w.k_packed == w.k;
-  return c.m == 1 && c.strategy != kAmxTiles && c.compute == kComputeBF16 && w.act_quant == kActNone && same_columns && w.offset_type == kNone;
+  const bool same_bits = c.compute == kComputeBF16 && w.act_quant == kActNone;
+  return c.m == 1 && c.strategy != kAmxTiles && same_bits && same_columns && w.offset_type == kNone;
 }
 
 size_t scratch_bytes(const GemmCall& c) {
@@ -138,7 +141,7 @@ int run_pass(GemmCall& c, const GemmKernels& kernels) {
   if (!reads_x_in_place(c))
     if (const int failed = pack_all_activations(c, kernels, scratch)) return failed;
   const int64_t tiles = num_m_tiles(c), blocks = num_n_blocks(w);
-  const int64_t n_partitions = num_n_partitions(blocks, c.m, c.chunk_blocks);
+  const int64_t n_partitions = num_n_partitions(c, blocks);
   const int64_t m_partitions = num_m_partitions(c, n_partitions, tiles);
   const size_t thread_bytes = size_t(panel_bytes(c)) + size_t(acc_floats(c)) * 4;
   int failed = 0;
@@ -226,7 +229,7 @@ BITLINE_EXPORT int bitline_fused_gemv(const void* x, int64_t k, const void* w0, 
     workspace += round_up(lay_out_workspace(calls[i], workspace, &scratch[i]));
     if (!reads_x_in_place(calls[i])) kernels->pack_activations(calls[i], 0, scratch[i]);
   }
-  const int64_t blocks = block_start[count], partitions = num_n_partitions(blocks, 1, 0);
+  const int64_t blocks = block_start[count], partitions = num_n_partitions(calls[0], blocks);
   int failed = 0;
   parallel_for(partitions, [&](int64_t part) {
     const int64_t from = blocks * part / partitions, to = blocks * (part + 1) / partitions;

@@ -53,6 +53,25 @@ struct GemmCall {
   int act_tensor_zero;
 };
 
+// Columns of W in one int32 of a packed row of x.
+inline int64_t k_per_int32(ComputeType compute) { return compute == kComputeBF16 ? 2 : compute == kComputeF32 ? 1 : 4; }
+
+namespace {  // internal linkage: see parallel.h
+
+// fn.operator()<BITS>() for the bits of a packed code.
+template <class F> void with_bits(int64_t bits, const F& fn) {
+  switch (bits) {
+    case 2: return fn.template operator()<2>();
+    case 3: return fn.template operator()<3>();
+    case 4: return fn.template operator()<4>();
+    case 5: return fn.template operator()<5>();
+    case 6: return fn.template operator()<6>();
+    default: return fn.template operator()<8>();
+  }
+}
+
+}  // namespace
+
 inline int64_t max_tile_m(const GemmCall& c) { return c.strategy == kAmxTiles ? kAmxTileM : kMaxTileM; }
 inline int64_t num_m_tiles(const GemmCall& c) { return (c.m + max_tile_m(c) - 1) / max_tile_m(c); }
 // First row of M tile t. Tiles of vectors differ by one row at most; AMX tiles are full, but for the last.

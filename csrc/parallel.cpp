@@ -7,9 +7,9 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
+#include "clock.h"
 #include "isa.h"
 #include "thread_pool.h"
 
@@ -31,12 +31,6 @@ int64_t last_wait_ns = 0;
 int consecutive_waits = 0;
 constexpr int64_t kBarrierWaitNs = 300000, kWaitIntervalNs = 50000000, kContendedNs = 2000000000;
 constexpr int kWaits = 4;
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
-}
 
 struct Job {
   Task task;

@@ -2,13 +2,13 @@
 // finished; a thread that comes later finds a ticket of another generation and claims nothing.
 #include "thread_pool.h"
 
+#include "clock.h"
 #include "isa.h"
 
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 #endif
 
@@ -35,12 +35,6 @@ struct Pool {
   int started;
 };
 Pool pool;
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
-}
 
 void pause_cpu() {
 #if defined(__x86_64__)

@@ -144,10 +144,7 @@ const uint32_t* dequantize_slice(const GemmCall& c, int64_t block, const Slice& 
       ScaleCursor cursor(w, c.base, block, k / w.group_k);
       for (int64_t at = 0; at < k_count; cursor.next()) {
         const int64_t in_group = w.group_k - (k + at) % w.group_k, count = in_group < k_count - at ? in_group : k_count - at;
-        for (int h = 0; h < 2; ++h) {
-          const ScaleOffset a = cursor.half(h);
-          _mm512_store_ps(scales + 16 * h, a.scale), _mm512_store_ps(offsets + 16 * h, a.offset);
-        }
+        cursor.store(scales, offsets);
         const int64_t from = at / columns * k_block_bytes;
         dequantize_scaled<BITS>(c, p + from, count / columns, scales, w.offset_type == kNone ? nullptr : offsets,
                                 panel + at / 2 * kBlockN, next + from);
@@ -198,15 +195,6 @@ struct SliceScales {
   alignas(64) float scales[kMaxSliceGroups][kBlockN], offsets[kMaxSliceGroups][kBlockN];
 };
 
-void load_slice_scales(const GemmCall& c, int64_t block, const Slice& slice, SliceScales& to) {
-  ScaleCursor cursor(*c.w, c.base, block, slice.first_group);
-  for (int64_t g = 0; g < slice.groups; ++g, cursor.next())
-    for (int h = 0; h < 2; ++h) {
-      const ScaleOffset a = cursor.half(h);
-      _mm512_store_ps(to.scales[g] + 16 * h, a.scale), _mm512_store_ps(to.offsets[g] + 16 * h, a.offset);
-    }
-}
-
 // A slice of W times M tiles t and, if `two`, t + 1. acc: of tile t, [32 or 16][32].
 template <class Compute>
 void multiply_tiles(const GemmCall& c, const Slice& slice, const SliceScales& s, const uint32_t* b, int64_t t, bool two, float* acc) {
@@ -248,13 +236,9 @@ template <class Compute>
 void scale_output(const GemmCall& c, int64_t block, int64_t t, float* acc) {
   const PackedHeader& w = *c.w;
   const int64_t first = m_tile_start(c, t), rows = m_tile_start(c, t + 1) - first;
-  const ScaleCursor cursor(w, c.base, block, 0);
   alignas(64) float scales[kBlockN], offsets[kBlockN], sums[kAmxTileM] = {}, from[kAmxTileM * kBlockN];
   int32_t init[kAmxTileM] = {};
-  for (int h = 0; h < 2; ++h) {
-    const ScaleOffset a = cursor.half(h);
-    _mm512_store_ps(scales + 16 * h, a.scale), _mm512_store_ps(offsets + 16 * h, a.offset);
-  }
+  ScaleCursor(w, c.base, block, 0).store(scales, offsets);
   for (int64_t g = 0; g < w.num_groups; ++g)
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t i = first * w.num_groups + g * rows + r;
@@ -285,7 +269,8 @@ void compute_chunk(const GemmCall& c, int64_t first, int64_t count, uint32_t* pa
     for (int64_t i = 0; i < count; ++i) {
       // The slice after this one: of the next block, else the chunk's first block's next slice.
       const uint8_t* next = codes + (i + 1 < count ? (first + i + 1) * n_block_bytes(w) + from : first * n_block_bytes(w) + from + bytes);
-      if (c.scale_at == kScaleAccumulators) load_slice_scales(c, first + i, slice, scales);
+      if (c.scale_at == kScaleAccumulators)
+        load_group_scales(c, first + i, slice.first_group, slice.groups, scales.scales, scales.offsets);
       const uint32_t* b = dequantize_slice<Compute, BITS>(c, first + i, slice, next, panel);
       const bool in_place = b != panel;
       const int64_t pairs = (c.m_tile_end - c.m_tile_begin + 1) / 2, share = (bytes / pairs + 63) / 64 * 64;
@@ -322,14 +307,7 @@ void compute_blocks(const GemmCall& c, int64_t first, int64_t last, uint32_t* pa
     if (c.w->bits == 4) return compute_blocks_of<ComputeInt8, 4>(c, first, last, panel, acc);
     return compute_blocks_of<ComputeInt8, 8>(c, first, last, panel, acc);
   }
-  switch (c.w->bits) {
-    case 2: return compute_blocks_of<ComputeBF16, 2>(c, first, last, panel, acc);
-    case 3: return compute_blocks_of<ComputeBF16, 3>(c, first, last, panel, acc);
-    case 4: return compute_blocks_of<ComputeBF16, 4>(c, first, last, panel, acc);
-    case 5: return compute_blocks_of<ComputeBF16, 5>(c, first, last, panel, acc);
-    case 6: return compute_blocks_of<ComputeBF16, 6>(c, first, last, panel, acc);
-    default: return compute_blocks_of<ComputeBF16, 8>(c, first, last, panel, acc);
-  }
+  with_bits(c.w->bits, [&]<int BITS>() { compute_blocks_of<ComputeBF16, BITS>(c, first, last, panel, acc); });
 }
 
 // ---- planning ------------------------------------------------------------------------------------------------------------
@@ -364,7 +342,7 @@ void plan(GemmCall& c) {
     c.compute = kComputeF32;
     return avx512::gemm_kernels.plan(c);
   }
-  const int64_t k_per_int32 = c.compute == kComputeBF16 ? 2 : 4, step = k_step_of(w.group_k / k_per_int32);
+  const int64_t k_per = k_per_int32(c.compute), step = k_step_of(w.group_k / k_per);
   const bool may_round = c.compute == kComputeBF16 && c.dtype == kBFloat16;
   if (w.row_scales && (c.compute == kComputeBF16 || w.k_packed <= 65000)) c.scale_at = kScaleOutput;
   else if (may_round && (step == 0 || prefers_scaled_panel(c))) c.scale_at = kScalePanel;
@@ -372,7 +350,7 @@ void plan(GemmCall& c) {
   else return;
   c.strategy = kAmxTiles;
   c.k_step_int32 = c.scale_at == kScaleAccumulators ? step : kMaxStepInt32;
-  c.row_int32 = (w.k_packed / k_per_int32 + c.k_step_int32 - 1) / c.k_step_int32 * c.k_step_int32;
+  c.row_int32 = (w.k_packed / k_per + c.k_step_int32 - 1) / c.k_step_int32 * c.k_step_int32;
   c.slice_int32 = c.m <= 64 ? kMaxSliceInt32 / 8 : kMaxSliceInt32 / 2;
   c.chunk_blocks = chunk_blocks_of(c);
 }

@@ -247,14 +247,7 @@ template <int BITS> void compute_blocks_of(const GemmCall& c, int64_t first, int
 }
 
 void compute_blocks(const GemmCall& c, int64_t first, int64_t last, uint32_t*, float* acc) {
-  switch (c.w->bits) {
-    case 2: return compute_blocks_of<2>(c, first, last, acc);
-    case 3: return compute_blocks_of<3>(c, first, last, acc);
-    case 4: return compute_blocks_of<4>(c, first, last, acc);
-    case 5: return compute_blocks_of<5>(c, first, last, acc);
-    case 6: return compute_blocks_of<6>(c, first, last, acc);
-    default: return compute_blocks_of<8>(c, first, last, acc);
-  }
+  with_bits(c.w->bits, [&]<int BITS>() { compute_blocks_of<BITS>(c, first, last, acc); });
 }
 
 bool supports(ComputeType compute) { return compute == kComputeF32; }

@@ -30,7 +30,7 @@ bool prefers_panel(const GemmCall& c) {
 
 void plan(GemmCall& c) {
   c.strategy = prefers_panel(c) ? kPanel : kGemv;
-  c.row_int32 = c.w->k_packed / (c.compute == kComputeBF16 ? 2 : c.compute == kComputeF32 ? 1 : 4);
+  c.row_int32 = c.w->k_packed / k_per_int32(c.compute);
 }
 
 }  // namespace

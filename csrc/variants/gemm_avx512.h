@@ -213,16 +213,6 @@ INLINE KSlice k_slice_at(const PackedHeader& w, int64_t group_operands, int64_t 
   return slice;
 }
 
-// Scales and offsets of the slice's groups as float32.
-INLINE void load_slice_scales(const GemmCall& c, int64_t block, const KSlice& slice, float (*scales)[32], float (*offsets)[32]) {
-  ScaleCursor cursor(*c.w, c.base, block, slice.first_group);
-  for (int64_t g = 0; g < slice.num_groups; g++, cursor.next())
-    for (int h = 0; h < 2; h++) {
-      const ScaleOffset a = cursor.half(h);
-      _mm512_store_ps(scales[g] + 16 * h, a.scale), _mm512_store_ps(offsets[g] + 16 * h, a.offset);
-    }
-}
-
 // One N block, all M tiles. acc: 32 floats per row.
 template <class Compute, int BITS> void panel_gemm(const GemmCall& c, int64_t block, uint32_t* panel, float* acc) {
   constexpr int columns = KBlock<BITS>::columns, k_block_bytes = 128 * KBlock<BITS>::vectors;
@@ -237,7 +227,7 @@ template <class Compute, int BITS> void panel_gemm(const GemmCall& c, int64_t bl
   const uint8_t* p = c.base + w.codes + block * n_block_bytes(w);
   for (int64_t at = 0; at < c.row_int32;) {
     KSlice slice = k_slice_at(w, group_operands, at);
-    load_slice_scales(c, block, slice, scales, offsets);
+    load_group_scales(c, block, slice.first_group, slice.num_groups, scales, offsets);
     const int64_t operands = slice.num_groups * slice.operands;
     const int64_t bytes = operands * Compute::k_per_operand / columns * k_block_bytes;
     const int64_t prefetch_share = (bytes / tiles + 63) / 64 * 64;

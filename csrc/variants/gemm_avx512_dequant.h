@@ -236,6 +236,13 @@ struct ScaleCursor {
     if (offset_type == kZeroPoint) a.offset = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(a.scale, a.offset));
     return a;
   }
+  // All 32 rows of the current group.
+  INLINE void store(float* to_scales, float* to_offsets) const {
+    UNROLL for (int i = 0; i < 2; i++) {
+      const ScaleOffset a = half(i);
+      _mm512_store_ps(to_scales + 16 * i, a.scale), _mm512_store_ps(to_offsets + 16 * i, a.offset);
+    }
+  }
   INLINE void next() {
     scales += bytes, offsets += offset_bytes;
     if (--left == 0) super_scales += kBlockN, super_offsets += kBlockN, left = per;

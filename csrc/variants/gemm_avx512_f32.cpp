@@ -3,14 +3,7 @@
 namespace bitline::BITLINE_ISA {
 
 void gemm_f32(const GemmCall& c, int64_t first, int64_t last, uint32_t* panel, float* acc) {
-  switch (c.w->bits) {
-    case 2: return compute_blocks_of<ComputeF32, 2>(c, first, last, panel, acc);
-    case 3: return compute_blocks_of<ComputeF32, 3>(c, first, last, panel, acc);
-    case 4: return compute_blocks_of<ComputeF32, 4>(c, first, last, panel, acc);
-    case 5: return compute_blocks_of<ComputeF32, 5>(c, first, last, panel, acc);
-    case 6: return compute_blocks_of<ComputeF32, 6>(c, first, last, panel, acc);
-    default: return compute_blocks_of<ComputeF32, 8>(c, first, last, panel, acc);
-  }
+  with_bits(c.w->bits, [&]<int BITS>() { compute_blocks_of<ComputeF32, BITS>(c, first, last, panel, acc); });
 }
 
 }  // namespace bitline::BITLINE_ISA

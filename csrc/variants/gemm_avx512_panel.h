@@ -13,6 +13,13 @@ constexpr int64_t kCodeDistance = 4096, kPageDistance[] = {32768, 65536}, kPageB
 
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
+// Scales and offsets of some groups of an N block as float32, [groups][32].
+INLINE void load_group_scales(const GemmCall& c, int64_t block, int64_t first_group, int64_t groups, float (*scales)[kBlockN],
+                              float (*offsets)[kBlockN]) {
+  ScaleCursor cursor(*c.w, c.base, block, first_group);
+  for (int64_t g = 0; g < groups; g++, cursor.next()) cursor.store(scales[g], offsets[g]);
+}
+
 // scale * w + offset, rounded once to bfloat16, as a dense bfloat16 layer would hold it: no scale is left for the accumulators.
 INLINE __m512i scale_pair(__m512i pair, __m512 scale, __m512 offset) {
   const __m512 a = _mm512_fmadd_ps(low_f32(pair), scale, offset), b = _mm512_fmadd_ps(high_f32(pair), scale, offset);

@@ -191,7 +191,7 @@ void pack_activations(const GemmCall& c, int64_t m_tile, float* scratch) {
   const bool same_bits = c.compute == kComputeBF16 && w.act_quant == kActNone && !w.column_map;  // packed x is x's own bits
   // Without a copy: no row ends in the middle of an int32.
   const bool reads_x = same_bits && w.k % 2 == 0 && (rows > 1 || c.strategy == kAmxTiles);
-  const int64_t group_int32 = w.group_k / (c.compute == kComputeBF16 ? 2 : c.compute == kComputeF32 ? 1 : 4);
+  const int64_t group_int32 = w.group_k / k_per_int32(c.compute);
   float *f32_row = scratch, *packed_row = scratch + w.k_packed;
   uint32_t* x_packed = const_cast<uint32_t*>(c.x_packed) + first * c.row_int32;
   uint32_t* row_major = rows == 1 && c.strategy != kAmxTiles ? x_packed : reinterpret_cast<uint32_t*>(scratch + 2 * w.k_packed);

@@ -33,6 +33,10 @@ def _read(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
+def _is_set(name: str) -> bool:
+    return _read(name) not in ("", "0")
+
+
 def cache_dir() -> Path:
     """`$BITLINE_CACHE`, else `$XDG_CACHE_HOME/bitline`, else `~/.cache/bitline`."""
     cache = _read("BITLINE_CACHE")
@@ -64,17 +68,17 @@ def cpu_isa() -> str:
 
 def no_native() -> bool:
     """True where `$BITLINE_NO_NATIVE` is set to anything but 0."""
-    return _read("BITLINE_NO_NATIVE") not in ("", "0")
+    return _is_set("BITLINE_NO_NATIVE")
 
 
 def no_step() -> bool:
     """True where `$BITLINE_NO_STEP` is set to anything but 0."""
-    return _read("BITLINE_NO_STEP") not in ("", "0")
+    return _is_set("BITLINE_NO_STEP")
 
 
 def no_tuned() -> bool:
     """True where `$BITLINE_NO_TUNED` is set to anything but 0."""
-    return _read("BITLINE_NO_TUNED") not in ("", "0")
+    return _is_set("BITLINE_NO_TUNED")
 
 
 def native_library() -> Path | None:

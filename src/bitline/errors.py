@@ -54,6 +54,12 @@ class BitlineError(Exception):
         return text + (f". To fix it: {_plain(self.fix)}" if self.fix else "")
 
 
+def summary_of(error: BaseException) -> str:
+    """Type and first line of another package's exception, for `found`."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
 def _plain(text: str) -> str:
     """A part of a message, shortened, with control characters escaped."""
     if len(text) > _MAX_CHARS:

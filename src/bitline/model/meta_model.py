@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bitline.checkpoint import Checkpoint
-from bitline.errors import BitlineError, CheckpointError
+from bitline.errors import BitlineError, CheckpointError, summary_of
 from bitline.linear import QuantLinear
 from bitline.model.embedding import QuantEmbedding
 from bitline.model.gguf_metadata import use_parsed_header
@@ -95,7 +95,7 @@ def make_config(checkpoint: Checkpoint) -> Any:
     except Exception as error:  # transformers raises many types for a malformed configuration
         raise CheckpointError(
             "transformers cannot make a model configuration of this checkpoint", file=path,
-            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            found=summary_of(error),
             expected="a config.json, or GGUF metadata, of an architecture that transformers has",
         ) from error  # fmt: skip
     for name in ("quantization_config", "compression_config"):

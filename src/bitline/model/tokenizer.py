@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bitline.checkpoint import Checkpoint
-from bitline.errors import CheckpointError, InputError
+from bitline.errors import CheckpointError, InputError, summary_of
 from bitline.model.gguf_metadata import use_parsed_header
 
 
@@ -24,7 +24,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     except Exception as error:  # each tokenizer backend raises its own types for a malformed file
         raise CheckpointError(
             "the checkpoint has no tokenizer that transformers can read", file=path,
-            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            found=summary_of(error),
             expected="tokenizer.json or tokenizer.model beside the weights, or a tokenizer inside the GGUF file",
         ) from error  # fmt: skip
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bitline import memory, tuning
 from bitline.checkpoint import Checkpoint
-from bitline.errors import InputError
+from bitline.errors import InputError, summary_of
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
 from bitline.platform import Platform, as_device
@@ -277,9 +277,9 @@ class _Bench:
         except _Failure as error:
             contender.stop("failed", str(error))
         except (InputError, MemoryError, torch.OutOfMemoryError) as error:  # the weight's values, a package's version, no memory
-            contender.stop("skipped", _first_line(error))
+            contender.stop("skipped", summary_of(error))
         except Exception as error:  # third-party kernels raise anything
-            contender.stop("skipped" if type(error) is RuntimeError and "alloc" in str(error) else "failed", _first_line(error))
+            contender.stop("skipped" if type(error) is RuntimeError and "alloc" in str(error) else "failed", summary_of(error))
 
     def _prepare(self, contender: _Contender, weight: QuantizedWeight) -> int:
         """Pack the weight, in as many copies as the cache cannot hold. Returns their bytes."""
@@ -372,11 +372,6 @@ def _copy(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous() or type(tensor) is not Tensor:
         return tensor.clone()
     return memory.empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_MAX_REASON]
 
 
 def cache_bytes(device: torch.device) -> int:

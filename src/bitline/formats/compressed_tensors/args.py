@@ -67,10 +67,14 @@ class QuantizationArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"block_structure is {sizes!r}, expected two positive sizes")
         return rows, columns
 
+    @property
+    def row_block(self) -> tuple[int, int] | None:
+        """The scale block of groups of one row, None where the config names none."""
+        return (1, self.group_size) if self.group_size is not None and self.group_size > 0 else None
+
     def scale_block(self, n: int, k: int) -> tuple[int, int] | None:
         """The scale block of an [n, k] weight; None for a strategy that weights do not have."""
-        size = self.group_size or 0
-        blocks = {"tensor": (n, k), "channel": (1, k), "group": (1, size), "tensor_group": (1, size)}
+        blocks = {"tensor": (n, k), "channel": (1, k), "group": self.row_block, "tensor_group": self.row_block}
         return self.block if self.effective_strategy == "block" else blocks.get(self.effective_strategy)
 
     @property

@@ -49,8 +49,9 @@ class QuantizedModule(ModuleTensors):
             return "channel", (1, k)
         if strategy not in ("group", "channel") or len(shape) != 2 or shape[1] <= 1:
             return strategy, block
-        if block is not None and -(-k // block[1]) == shape[1]:
-            return "group", block
+        named = self.scheme.weights.row_block
+        if named is not None and -(-k // named[1]) == shape[1]:
+            return "group", named
         if k % shape[1]:  # several group sizes give as many groups
             raise self.scale_shape_error(info, n, k, f"groups that divide {k} columns")
         return "group", (1, k // shape[1])
