@@ -1,10 +1,10 @@
 #include "gemm_pack.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "bitstream.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace bitline {
 namespace {
@@ -16,44 +16,7 @@ const GemmPackKernels& kernels() {
   return dispatch(by_level);
 }
 
-// Add a bit to the move of the same source and distance, or begin another one.
-void add_move(KBlockPlan& plan, int& count, int begin, int source, int shift, uint32_t mask) {
-  for (int i = begin; i < count; ++i) {
-    BitMove& move = plan.moves[i];
-    if (move.source == source && move.shift == shift) {
-      move.mask |= mask;
-      return;
-    }
-  }
-  plan.moves[count++] = {source, shift, mask};
-}
-
-KBlockPlan make_plan(int bits, int flip) {
-  KBlockPlan plan;
-  memset(&plan, 0, sizeof plan);
-  const int columns = int(k_block_of(bits));
-  plan.int32_count = columns * bits / 32;
-  int count = 0;
-  for (int i = 0; i < plan.int32_count; ++i) {
-    plan.first_move[i] = count;
-    for (int right = 0; right < 2; ++right) {
-      if (right == 1) plan.first_right[i] = count;
-      const int begin = count;
-      for (int c = 0; c < columns; ++c) {
-        for (int b = 0; b < bits; ++b) {
-          const BitPosition to = bit_position(bits, c, b);
-          const int source = c * bits + b, shift = to.bit - source % 32;
-          if (to.index == i && (shift < 0) == (right == 1)) add_move(plan, count, begin, source / 32, shift, 1u << to.bit);
-        }
-      }
-    }
-  }
-  plan.first_move[plan.int32_count] = count;
-  for (int c = 0; c < columns; ++c)
-    for (int b = 0; b < bits; ++b)
-      if (flip >> b & 1) plan.flip[(c * bits + b) / 32] |= 1u << ((c * bits + b) % 32);
-  return plan;
-}
+__thread Scratch row_scratch;
 
 // The rows that are packed (bitstream.h).
 struct CanonicalCodes {
@@ -81,16 +44,26 @@ void repack_row(const CanonicalCodes& s, int64_t r, const PackedHeader& w, int f
     bitstream().pack(gathered, w.k_packed, int(w.bits), out);
 }
 
-// Copies of the rows' bytes [byte, byte + chunk_bytes), XORed with plan.flip as far as there are codes, zero behind them and in
+// flip of all codes of a K block, as int32 of a row.
+struct Flip {
+  uint32_t int32[kMaxInt32];
+
+  Flip(int bits, int flip) : int32{} {
+    for (int i = 0; i < int32_per_k_block(bits) * 32; ++i) int32[i / 32] |= uint32_t(flip >> (i % bits) & 1) << (i % 32);
+  }
+};
+
+// Copies of the rows' bytes [byte, byte + chunk_bytes), XORed with `flip` as far as there are codes, zero behind them and in
 // rows that W lacks: the source rows must not be read past their end.
 void copy_edge(const CanonicalCodes& s, int64_t first_row, int64_t rows, int64_t byte, int64_t chunk_bytes, const PackedHeader& w,
-               const KBlockPlan& plan, uint8_t* copies) {
+               const Flip& flip, uint8_t* copies) {
   memset(copies, 0, size_t(kBlockN * chunk_bytes));
   const int64_t row_end = row_bytes(w.k, int(w.bits)), left = row_end - byte < chunk_bytes ? row_end - byte : chunk_bytes;
+  const int64_t k_block_bytes = int32_per_k_block(int(w.bits)) * 4;
   for (int64_t r = 0; r < rows && left > 0; ++r) {
     uint8_t* row = copies + r * chunk_bytes;
     memcpy(row, s.codes + (first_row + r) * s.stride + byte, size_t(left));
-    for (int64_t i = 0; i < left; ++i) row[i] ^= reinterpret_cast<const uint8_t*>(plan.flip)[i % (plan.int32_count * 4)];
+    for (int64_t i = 0; i < left; ++i) row[i] ^= reinterpret_cast<const uint8_t*>(flip.int32)[i % k_block_bytes];
     if (byte + left == row_end && w.k * w.bits % 8 != 0) row[left - 1] &= uint8_t((1 << (w.k * w.bits % 8)) - 1);
   }
 }
@@ -108,37 +81,39 @@ BITLINE_EXPORT int bitline_gemm_pack_codes(const uint8_t* src, int64_t stride, i
   const PackedHeader& w = *static_cast<const PackedHeader*>(packed);
   const CanonicalCodes source{src, stride, w.n, w.k, bits, columns};
   const bool repacked = columns != nullptr || bits != w.bits;  // else K blocks are made of the source rows themselves
-  const KBlockPlan plan = make_plan(int(w.bits), repacked ? 0 : flip);
-  KBlockPlan unflipped = plan;  // for rows that are XORed already, whose padding stays zero
-  memset(unflipped.flip, 0, sizeof unflipped.flip);
-  const int64_t k_blocks = w.k_packed / k_block_of(w.bits), chunk_bytes = kPackKBlocks * plan.int32_count * 4;
-  const int64_t scratch_stride = repacked ? k_blocks * plan.int32_count * 4 + chunk_bytes : chunk_bytes;
+  const int packed_bits = int(w.bits);
+  const Flip flipped(packed_bits, repacked ? 0 : flip), unflipped(packed_bits, 0);
+  const int64_t k_blocks = w.k_packed / k_block_of(w.bits), k_block_bytes = int32_per_k_block(packed_bits) * 4;
+  const int64_t chunk_bytes = kPackKBlocks * k_block_bytes;
+  const int64_t scratch_stride = repacked ? k_blocks * k_block_bytes + chunk_bytes : chunk_bytes;
+  const int64_t chunks_in_rows = repacked ? 0 : w.k * w.bits / 8 / chunk_bytes;  // that can be read where they lie
   const auto pack_k_blocks = kernels().pack_k_blocks;
   uint8_t* codes = static_cast<uint8_t*>(packed) + w.codes;
   int failed = 0;
   parallel_for(num_n_blocks(w), [&](int64_t block) {
     const int64_t first = block * kBlockN, rows = w.n - first < kBlockN ? w.n - first : kBlockN;
-    uint8_t* scratch = static_cast<uint8_t*>(calloc(size_t(kBlockN * scratch_stride + w.k + w.k_packed), 1));
+    uint8_t* scratch = static_cast<uint8_t*>(reserve(row_scratch, size_t(kBlockN * scratch_stride + w.k + w.k_packed)));
     if (scratch == nullptr) {
       __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);
       return;
     }
-    if (repacked)
+    uint8_t* to = codes + block * n_block_bytes(w);
+    if (repacked) {
+      memset(scratch, 0, size_t(kBlockN * scratch_stride));
       for (int64_t r = 0; r < rows; ++r)
         repack_row(source, first + r, w, flip, scratch + kBlockN * scratch_stride, scratch + r * scratch_stride);
-    for (int64_t k = 0; k < k_blocks; k += kPackKBlocks) {
-      const int64_t count = k_blocks - k < kPackKBlocks ? k_blocks - k : kPackKBlocks, byte = k * plan.int32_count * 4;
-      uint32_t* to = reinterpret_cast<uint32_t*>(codes + block * n_block_bytes(w)) + k * plan.int32_count * kBlockN;
-      if (repacked) {
-        pack_k_blocks(scratch + byte, scratch_stride, count, plan, to);
-      } else if (rows == kBlockN && byte + chunk_bytes <= w.k * w.bits / 8) {
-        pack_k_blocks(src + first * stride + byte, stride, count, plan, to);
-      } else {
-        copy_edge(source, first, rows, byte, chunk_bytes, w, plan, scratch);
-        pack_k_blocks(scratch, scratch_stride, count, unflipped, to);
-      }
+      pack_k_blocks(scratch, scratch_stride, k_blocks, packed_bits, unflipped.int32, reinterpret_cast<uint32_t*>(to));
+      return;
     }
-    free(scratch);
+    int64_t k = rows == kBlockN ? chunks_in_rows * kPackKBlocks : 0;
+    k = k < k_blocks ? k : k_blocks;
+    pack_k_blocks(src + first * stride, stride, k, packed_bits, flipped.int32, reinterpret_cast<uint32_t*>(to));
+    for (; k < k_blocks; k += kPackKBlocks) {
+      const int64_t count = k_blocks - k < kPackKBlocks ? k_blocks - k : kPackKBlocks;
+      copy_edge(source, first, rows, k * k_block_bytes, chunk_bytes, w, flipped, scratch);
+      uint32_t* edge = reinterpret_cast<uint32_t*>(to + k * k_block_bytes * kBlockN);
+      pack_k_blocks(scratch, chunk_bytes, count, packed_bits, unflipped.int32, edge);
+    }
   });
   return failed;
 }

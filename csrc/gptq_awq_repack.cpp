@@ -1,9 +1,7 @@
 #include "gptq_awq_repack.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #include "parallel.h"
+#include "scratch.h"
 
 namespace bitline {
 
@@ -17,6 +15,8 @@ const RepackKernels& repack() {
 namespace {
 
 constexpr int64_t kColumnsPerTask = 128;  // a few cache lines of each source row, so that DRAM is read in bursts
+constexpr int64_t kPermutedBytes = 512 << 10;
+__thread Scratch panel_scratch;
 
 }  // namespace
 }  // namespace bitline
@@ -47,31 +47,19 @@ BITLINE_EXPORT void bitline_repack_awq(const uint32_t* src, int64_t stride, int6
 // bits: 1, 2, 4 or 8; k * bits is a multiple of 32; every perm[j] is in [0, k). Returns 0; -1: no memory.
 BITLINE_EXPORT int bitline_repack_gptq_permuted(const uint32_t* src, int64_t stride, const int32_t* perm, int64_t k, int bits,
                                                 int64_t columns, uint32_t* dst, int64_t dst_stride) {
-  const int per_int32 = 32 / bits;
-  PermutedCode* sources = static_cast<PermutedCode*>(malloc(size_t(k) * sizeof(PermutedCode)));
-  if (sources == nullptr) return -1;
-  for (int64_t j = 0; j < k; ++j) {
-    const int from = perm[j] % per_int32, to = int(j % per_int32);
-    sources[j] = {perm[j] / per_int32, uint32_t((to - from + per_int32) % per_int32 * bits)};
-  }
-  const RepackKernels& kernels = repack();
-  // Every int32 of a task's columns is read per_int32 times in random order. They are copied next to each other into a chunk that
-  // fits L2: rows that lie a power of two apart would evict each other from a few cache sets.
-  const int64_t k_packed = k / per_int32;
+  // The codes of a task's columns are unpacked next to each other and read in random order: they have to fit L2.
   int64_t grain = kColumnsPerTask;
-  while (grain > 16 && grain * k_packed * 4 > (256 << 10)) grain /= 2;
+  while (grain > 32 && permuted_bytes(k, bits, grain) > kPermutedBytes) grain /= 2;
+  const RepackKernels& kernels = repack();
   int failed = 0;
   parallel_for_chunks(columns, grain, [&](int64_t begin, int64_t end) {
-    const int64_t n = end - begin;
-    uint32_t* chunk = static_cast<uint32_t*>(malloc(size_t(k_packed * n) * 4));
-    if (chunk == nullptr) {
+    uint8_t* panels = static_cast<uint8_t*>(reserve(panel_scratch, size_t(permuted_bytes(k, bits, end - begin))));
+    if (panels == nullptr) {
       __atomic_store_n(&failed, -1, __ATOMIC_RELAXED);
       return;
     }
-    for (int64_t r = 0; r < k_packed; ++r) memcpy(chunk + r * n, src + r * stride + begin, size_t(n) * 4);
-    kernels.gptq_permuted(chunk, n, sources, bits, k_packed, n, dst + begin * dst_stride, dst_stride);
-    free(chunk);
+    kernels.gptq_permuted(src + begin, stride, perm, bits, k * bits / 32, end - begin, panels, dst + begin * dst_stride,
+                          dst_stride);
   });
-  free(sources);
   return failed;
 }
