@@ -29,10 +29,15 @@ BITLINE_EXPORT int bitline_repack_gguf_blocks(const uint8_t* src, int64_t stride
                                               int64_t num_planes, int bits, int zero_code, uint8_t* dst) {
   const BitPlane* bit_planes = static_cast<const BitPlane*>(planes);
   const int64_t k = num_blocks * block_codes, row = row_bytes(k, bits), grain = k < (1 << 17) ? (1 << 17) / (k + 1) + 1 : 1;
+  const bool nibbles = bits == 4 && num_planes == 1 && zero_code < 0 && bit_planes->run_bytes <= 32;
+  const auto pack_nibbles = kernels().pack_nibbles;
   const auto unpack = kernels().unpack;
   const auto pack = bitstream().pack;
   int failed = 0;
   parallel_for_chunks(rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; nibbles && r < end; ++r)
+      pack_nibbles(src + r * stride, num_blocks, block_bytes, block_codes, bit_planes[0], dst + r * row);
+    if (nibbles) return;
     uint8_t* unpacked = bits == 8 ? nullptr : static_cast<uint8_t*>(malloc(size_t(k)));
     if (bits < 8 && unpacked == nullptr) {
       __atomic_store_n(&failed, -2, __ATOMIC_RELAXED);

@@ -17,6 +17,9 @@ struct GgufBlockKernels {
   // (-1: none) becomes 0.
   void (*unpack)(const uint8_t* src, int64_t num_blocks, int64_t block_bytes, int64_t block_codes, const BitPlane* planes,
                  int64_t num_planes, int zero_code, uint8_t* dst);
+  // The same for codes of one plane of 4 bits, in runs of at most 32 bytes, straight to packed rows: a byte for two codes.
+  void (*pack_nibbles)(const uint8_t* src, int64_t num_blocks, int64_t block_bytes, int64_t block_codes, const BitPlane& plane,
+                       uint8_t* dst);
 };
 
 namespace portable { extern const GgufBlockKernels gguf_block_kernels; }
