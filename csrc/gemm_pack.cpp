@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "bitstream.h"
+#include "gptq_awq_repack.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -68,6 +69,53 @@ void copy_edge(const CanonicalCodes& s, int64_t first_row, int64_t rows, int64_t
   }
 }
 
+// The arguments of bitline_gemm_pack_scales.
+struct ScaleGrid {
+  const uint8_t* src;
+  int64_t stride, n, rows_per_scale, row_offset;
+  const int64_t* index;
+  int64_t count;
+};
+
+template <class T>
+void gather_block(const ScaleGrid& s, int64_t block, void* dst) {
+  for (int64_t i = 0; i < kBlockN; ++i) {
+    const int64_t r = block * kBlockN + i;
+    T* to = static_cast<T*>(dst) + block * kBlockN * s.count + i;
+    if (r >= s.n) {
+      for (int64_t j = 0; j < s.count; ++j) to[j * kBlockN] = 0;
+      continue;
+    }
+    const T* from = reinterpret_cast<const T*>(s.src) + (r + s.row_offset) / s.rows_per_scale * s.stride;
+    for (int64_t j = 0; j < s.count; ++j) to[j * kBlockN] = from[s.index[j]];
+  }
+}
+
+// Whether each row of W has a row of scales of its own, in order, that is whole and aligned int32.
+bool is_row_of_int32(const ScaleGrid& s, int itemsize) {
+  if (s.rows_per_scale != 1 || s.row_offset != 0 || s.count * itemsize % 4 != 0 || s.stride * itemsize % 4 != 0) return false;
+  for (int64_t j = 0; j < s.count; ++j)
+    if (s.index[j] != j) return false;
+  return reinterpret_cast<uintptr_t>(s.src) % 4 == 0;
+}
+
+// gather_block of such rows: int32 of 32 rows are transposed, then split into their elements.
+template <class T>
+void transpose_block(const ScaleGrid& s, int64_t block, void* dst) {
+  constexpr int kPerInt32 = 4 / int(sizeof(T)), kInt32 = 16;  // a cache line of each row at a time
+  const int64_t row_int32 = s.count / kPerInt32, stride = s.stride / kPerInt32;
+  const uint32_t* from = reinterpret_cast<const uint32_t*>(s.src) + block * kBlockN * stride;
+  T* to = static_cast<T*>(dst) + block * kBlockN * s.count;
+  for (int64_t i = 0; i < row_int32; i += kInt32) {
+    alignas(64) uint32_t columns[kInt32][kBlockN];
+    const int64_t left = row_int32 - i < kInt32 ? row_int32 - i : kInt32;
+    repack().transpose_in_cache(from + i, stride, kBlockN, left, columns[0], kBlockN);
+    for (int64_t c = 0; c < left; ++c)
+      for (int e = 0; e < kPerInt32; ++e, to += kBlockN)
+        for (int r = 0; r < kBlockN; ++r) to[r] = T(columns[c][r] >> (e * 8 * int(sizeof(T)) % 32));
+  }
+}
+
 }  // namespace
 }  // namespace bitline
 
@@ -122,21 +170,17 @@ BITLINE_EXPORT int bitline_gemm_pack_codes(const uint8_t* src, int64_t stride, i
 // are zero. The stride is in elements; n_pad is a multiple of 32.
 BITLINE_EXPORT void bitline_gemm_pack_scales(const void* src, int64_t stride, int itemsize, int64_t n, int64_t rows_per_scale,
                                              int64_t row_offset, const int64_t* index, int64_t count, int64_t n_pad, void* dst) {
-  const auto fill = [=](auto* out, const auto* in, int64_t block) {
-    for (int64_t i = 0; i < kBlockN; ++i) {
-      const int64_t r = block * kBlockN + i;
-      auto* to = out + block * kBlockN * count + i;
-      if (r >= n) {
-        for (int64_t j = 0; j < count; ++j) to[j * kBlockN] = 0;
-        continue;
-      }
-      const auto* from = in + (r + row_offset) / rows_per_scale * stride;
-      for (int64_t j = 0; j < count; ++j) to[j * kBlockN] = from[index[j]];
-    }
-  };
+  const ScaleGrid grid{static_cast<const uint8_t*>(src), stride, n, rows_per_scale, row_offset, index, count};
+  const bool whole_rows = is_row_of_int32(grid, itemsize);
   parallel_for(n_pad / kBlockN, [&](int64_t block) {
-    if (itemsize == 1) fill(static_cast<uint8_t*>(dst), static_cast<const uint8_t*>(src), block);
-    if (itemsize == 2) fill(static_cast<uint16_t*>(dst), static_cast<const uint16_t*>(src), block);
-    if (itemsize == 4) fill(static_cast<uint32_t*>(dst), static_cast<const uint32_t*>(src), block);
+    if (whole_rows && (block + 1) * kBlockN <= n) {
+      if (itemsize == 1) transpose_block<uint8_t>(grid, block, dst);
+      if (itemsize == 2) transpose_block<uint16_t>(grid, block, dst);
+      if (itemsize == 4) transpose_block<uint32_t>(grid, block, dst);
+    } else {
+      if (itemsize == 1) gather_block<uint8_t>(grid, block, dst);
+      if (itemsize == 2) gather_block<uint16_t>(grid, block, dst);
+      if (itemsize == 4) gather_block<uint32_t>(grid, block, dst);
+    }
   });
 }

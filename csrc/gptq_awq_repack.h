@@ -9,6 +9,9 @@ namespace bitline {
 struct RepackKernels {
   // dst[c, r] = src[r, c], int32 [rows, columns].
   void (*transpose)(const uint32_t* src, int64_t stride, int64_t rows, int64_t columns, uint32_t* dst, int64_t dst_stride);
+  // The same for a dst that stays in cache.
+  void (*transpose_in_cache)(const uint32_t* src, int64_t stride, int64_t rows, int64_t columns, uint32_t* dst,
+                             int64_t dst_stride);
   // AWQ's nibbles: src int32 [k, columns] to dst int32 [8 * columns, ceil(k / 8)].
   void (*awq)(const uint32_t* src, int64_t stride, int64_t k, int64_t columns, uint32_t* dst, int64_t dst_stride);
   // Codes of `bits` (1, 2, 4, 8) bits along the rows of src to dst int32 [columns, k_packed]; code j is code perm[j] of the

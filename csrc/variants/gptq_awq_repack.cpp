@@ -22,11 +22,12 @@ void prefetch_columns(const uint32_t* src, int64_t columns) {
   for (int64_t i = 0; i < columns; i += kCacheLine / 4) __builtin_prefetch(src + i);
 }
 
-// The caller fences.
-void transpose_unfenced(const uint32_t* src, int64_t stride, int64_t rows, int64_t columns, uint32_t* dst, int64_t dst_stride) {
+// kNonTemporal: dst is not read again soon, and the caller fences.
+template <bool kNonTemporal>
+void transpose_tiles(const uint32_t* src, int64_t stride, int64_t rows, int64_t columns, uint32_t* dst, int64_t dst_stride) {
   constexpr int kTiles = kCacheLine / int(sizeof(Vec)), kRows = kTiles * kLanes;  // whole cache lines of dst
   const int64_t tiled_rows = rows / kRows * kRows, tiled_columns = columns / kLanes * kLanes;
-  const bool non_temporal = aligned(dst, dst_stride);
+  const bool non_temporal = kNonTemporal && aligned(dst, dst_stride);
   for (int64_t r = 0; r < tiled_rows; r += kRows) {
     for (int64_t c = 0; c < tiled_columns; c += kLanes) {
       const int64_t ahead = r + kPrefetchTiles * kLanes;
@@ -45,7 +46,7 @@ void transpose_unfenced(const uint32_t* src, int64_t stride, int64_t rows, int64
 }
 
 void transpose(const uint32_t* src, int64_t stride, int64_t rows, int64_t columns, uint32_t* dst, int64_t dst_stride) {
-  transpose_unfenced(src, stride, rows, columns, dst, dst_stride);
+  transpose_tiles<true>(src, stride, rows, columns, dst, dst_stride);
   stream_fence();
 }
 
@@ -225,7 +226,7 @@ void permute(const uint32_t* src, int64_t stride, const int32_t* perm, int64_t k
       alignas(64) uint32_t joined[kRows * P::kColumns];
       const int64_t rows = k_packed - r < kRows ? k_packed - r : kRows;
       for (int64_t i = 0; i < rows; ++i) P::join(panel, perm + (r + i) * P::kPerInt32, joined + i * P::kColumns);
-      transpose_unfenced(joined, P::kColumns, rows, width, dst + c * dst_stride + r, dst_stride);
+      transpose_tiles<true>(joined, P::kColumns, rows, width, dst + c * dst_stride + r, dst_stride);
     }
   }
   stream_fence();
@@ -243,6 +244,6 @@ void gptq_permuted(const uint32_t* src, int64_t stride, const int32_t* perm, int
 
 }  // namespace
 
-extern const RepackKernels repack_kernels = {transpose, awq, gptq_permuted};
+extern const RepackKernels repack_kernels = {transpose, transpose_tiles<false>, awq, gptq_permuted};
 
 }  // namespace bitline::BITLINE_ISA
