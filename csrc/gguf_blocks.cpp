@@ -52,3 +52,28 @@ BITLINE_EXPORT int bitline_repack_gguf_blocks(const uint8_t* src, int64_t stride
   });
   return failed;
 }
+
+// The scales of Q4_K's and Q5_K's blocks (16 bytes at the beginning of each of num_blocks blocks of a row), as rows: scale and
+// minimum uint8 [rows, 8 * num_blocks], six bits each; super_scale and super_minimum float16 [rows, num_blocks].
+BITLINE_EXPORT void bitline_unpack_gguf_scales(const uint8_t* src, int64_t stride, int64_t rows, int64_t num_blocks,
+                                               int64_t block_bytes, uint8_t* scale, uint8_t* minimum, uint16_t* super_scale,
+                                               uint16_t* super_minimum) {
+  constexpr uint32_t kSix = 0x3F3F3F3F, kFour = 0x0F0F0F0F, kTwo = 0x30303030;  // four bytes at once
+  constexpr int64_t kBlocksPerTask = 4096;
+  parallel_for_chunks(rows, kBlocksPerTask / (num_blocks + 1) + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      for (int64_t b = 0; b < num_blocks; ++b) {
+        const uint8_t* block = src + r * stride + b * block_bytes;
+        const int64_t at = r * num_blocks + b;
+        uint32_t six[3];
+        memcpy(super_scale + at, block, 2);
+        memcpy(super_minimum + at, block + 2, 2);
+        memcpy(six, block + 4, sizeof six);
+        const uint32_t scales[2] = {six[0] & kSix, (six[2] & kFour) | (six[0] >> 2 & kTwo)};
+        const uint32_t minima[2] = {six[1] & kSix, (six[2] >> 4 & kFour) | (six[1] >> 2 & kTwo)};
+        memcpy(scale + 8 * at, scales, sizeof scales);
+        memcpy(minimum + 8 * at, minima, sizeof minima);
+      }
+    }
+  });
+}

@@ -116,6 +116,9 @@ def gguf_blocks(core: native.Core) -> Iterator[Case]:
                 out = torch.zeros(n, bitstream.row_bytes(count * block.codes.size, block.codes.bits), dtype=torch.uint8)
                 assert block.codes.repack_native(blocks, out)
                 yield f"repack_gguf_blocks {kind} {n}x{count}", out
+                if kind in ("Q4_K", "Q5_K"):
+                    scales = block.scales(blocks).values()
+                    yield f"unpack_gguf_scales {kind} {n}x{count}", torch.cat([t.view(torch.uint8).flatten() for t in scales])
 
 
 def int4pack(_core: native.Core) -> Iterator[Case]:

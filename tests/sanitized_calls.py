@@ -19,6 +19,7 @@ import torch
 from bitline import bitstream, memory, native, types
 from bitline.formats.common import packed_int32
 from bitline.formats.gguf.block_codes import BitPlanes
+from bitline.formats.gguf.block_scales import q4_k
 from bitline.formats.gguf.blocks import BLOCKS
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES
 from bitline.kernels.cpu.native_linear import OP
@@ -125,6 +126,8 @@ def gguf(r: random.Random) -> None:
             k = count * kind.codes.size
             out = empty(rows, bitstream.row_bytes(k, kind.codes.bits), dtype=torch.uint8)
             assert kind.codes.repack_native(blocks, out) and torch.equal(out, kind.codes(blocks))
+            if kind.scales is q4_k:
+                assert q4_k(guarded(blocks))["scale"].max() < 64
 
 
 INT4 = (types.uint4b8, types.uint4, types.uint3b4, types.uint2, types.uint8b128, types.uint8, types.int4, types.int8,

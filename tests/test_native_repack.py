@@ -244,3 +244,27 @@ def test_repack_gguf_blocks(kind, n, count):
         assert torch.equal(out, expected)
     with without_core():
         assert not planes.repack_native(padded, out)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K"])
+@pytest.mark.parametrize(("n", "count"), [(1, 1), (3, 5), (700, 9)])
+def test_unpack_gguf_scales(kind, n, count):
+    padded = torch.randint(256, (n, count + 2, BLOCK_SIZES[kind][1]), generator=generator(n), dtype=torch.uint8)
+    for blocks in (padded, padded[:, 1:-1]):  # contiguous rows, and strided ones
+        found = gguf_blocks.BLOCKS[kind].scales(blocks)
+        with without_core():
+            expected = gguf_blocks.BLOCKS[kind].scales(blocks)
+        assert found.keys() == expected.keys()
+        for name, t in found.items():
+            as_int = torch.int16 if t.itemsize == 2 else torch.uint8  # random float16 may be NaN
+            assert t.dtype == expected[name].dtype and torch.equal(t.view(as_int), expected[name].view(as_int)), name
+
+
+def test_gguf_weight_of_several_chunks(monkeypatch):
+    raw = torch.randint(256, (300, 3 * 144), generator=generator(0), dtype=torch.uint8)
+    raw.view(300, 3, 144)[..., :4] = torch.rand(300, 3, 2, generator=generator(1)).half().view(torch.uint8)
+    whole = gguf_blocks.to_weight("Q4_K", raw, 768)
+    monkeypatch.setattr(bitstream, "ROW_CHUNK_BYTES", 7 * 768)
+    chunked = gguf_blocks.to_weight("Q4_K", raw, 768)
+    for name, t in whole.tensors().items():
+        assert torch.equal(t, chunked.tensors()[name]), name

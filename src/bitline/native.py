@@ -36,6 +36,7 @@ SIGNATURES = {
     "bitline_unpack_codes": "vplllip", "bitline_pack_codes": "vplllip", "bitline_take_columns": "ipllliplp",
     "bitline_repack_gptq": "vplllpl", "bitline_repack_gptq_permuted": "iplplilpl", "bitline_repack_awq": "vplllpl",
     "bitline_transpose": "iplllip", "bitline_unpack_zero_points": "ipllliuiip", "bitline_repack_gguf_blocks": "iplllllpliip",
+    "bitline_unpack_gguf_scales": "vpllllpppp",
     "bitline_int4pack_codes": "vpllliiipillpp", "bitline_int4pack_scales": "ippplllllpldiip",
     "bitline_gemm_pack_codes": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp",
     "bitline_gemm": "iplpppi", "bitline_fused_gemv": "iplpppppppi", "bitline_register_torch_op": "is",

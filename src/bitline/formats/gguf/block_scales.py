@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bitline import native
 from bitline.errors import WeightError
 from bitline.formats.gguf import iq_grids
 from bitline.formats.gguf.block_codes import spread
@@ -54,6 +55,16 @@ def q3_k(blocks: Tensor) -> ScaleFields:
 
 def q4_k(blocks: Tensor) -> ScaleFields:
     """Q4_K and Q5_K: eight 6-bit scales and eight 6-bit minima in 12 bytes, W = d * scale * q - dmin * min."""
+    n, count, nbytes = blocks.shape
+    core = native.core_for(blocks)
+    if core is not None and blocks.stride(1) == nbytes:
+        scale, minimum = torch.empty(2, n, 8 * count, dtype=torch.uint8)
+        super_scale, super_minimum = torch.empty(2, n, count, dtype=torch.float16)
+        core.unpack_gguf_scales(
+            blocks.data_ptr(), blocks.stride(0), n, count, nbytes, scale.data_ptr(), minimum.data_ptr(),
+            super_scale.data_ptr(), super_minimum.data_ptr(),
+        )  # fmt: skip
+        return {"scale": scale, "scale2": super_scale, "offset": minimum, "offset2": super_minimum.neg_()}
     packed = blocks[..., 4:16].contiguous().view(torch.int32)  # four bytes at once; masks drop bits shifted in from a neighbour
     first, second, third = packed[..., 0], packed[..., 1], packed[..., 2]
     six, four, two = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030

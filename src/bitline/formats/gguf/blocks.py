@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bitline import bitstream, memory, types
+from bitline import bitstream, memory, native, types
 from bitline.formats.gguf import block_scales as scales
 from bitline.formats.gguf import iq_grids as iq
 from bitline.formats.gguf.block_codes import BitPlanes, q5_legacy, tq1_0
@@ -22,6 +22,7 @@ from bitline.types import LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
 
 GLOBAL_SCALE = -1
+NATIVE_CHUNKS = 8  # the native core makes no temporary codes: larger chunks, in which its loops and torch's use all threads
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,14 @@ def to_weight(
     codes = memory.empty_pooled(n, bitstream.row_bytes(k, block.weight.bits), dtype=torch.uint8)
     chunks: list[ScaleFields] = []
     step = bitstream.rows_per_chunk(k)
+    if isinstance(block.codes, BitPlanes) and native.core_for(raw) is not None:
+        step *= NATIVE_CHUNKS
     for r in range(0, n, step):
         chunk, rows = blocks[r : r + step], codes[r : r + step]
         if not (isinstance(block.codes, BitPlanes) and block.codes.repack_native(chunk, rows)):
             rows.copy_(block.codes(chunk))
         chunks.append(block.scales(chunk))
-    fields = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    fields = chunks[0] if len(chunks) == 1 else {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     fields |= _scale2_fields(block, fields, factor)
     spec = block.spec(n, k, bias=bias is not None, scaled=factor is not None)
     return QuantizedWeight(spec, codes, bias=bias, origin=origin, **fields)
