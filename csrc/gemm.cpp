@@ -100,7 +100,10 @@ size_t lay_out_workspace(GemmCall& c, uint8_t* workspace, float** scratch) {
   const size_t sums_at = bytes;
   bytes += round_up(size_t(c.m) * w.num_groups * 4);
   const size_t init_at = bytes;
-  bytes += c.compute == kComputeInt8 ? round_up(size_t(c.m) * w.num_groups * 4) : 0;
+  const size_t digits = c.strategy == kInt8Slices ? c.slices.count : c.compute == kComputeInt8;
+  bytes += round_up(digits * c.m * w.num_groups * 4);
+  const size_t x_scales_at = bytes;
+  bytes += c.strategy == kInt8Slices ? round_up(size_t(c.m) * w.num_groups * 4) : 0;
   const size_t scale_at = bytes;
   bytes += round_up(size_t(c.m) * 4);
   const size_t scratch_at = bytes;
@@ -109,6 +112,7 @@ size_t lay_out_workspace(GemmCall& c, uint8_t* workspace, float** scratch) {
   c.x_packed = reads_x_in_place(c) ? static_cast<const uint32_t*>(c.x) : reinterpret_cast<uint32_t*>(workspace + x_at);
   c.x_group_sums = reinterpret_cast<float*>(workspace + sums_at);
   c.acc_init = reinterpret_cast<int32_t*>(workspace + init_at);
+  c.slices.x_scales = reinterpret_cast<float*>(workspace + x_scales_at);
   c.act_scale = w.act_quant == kActNone ? nullptr : reinterpret_cast<float*>(workspace + scale_at);
   *scratch = reinterpret_cast<float*>(workspace + scratch_at);
   return bytes;

@@ -21,11 +21,22 @@ enum Dtype : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };  // of x, bias a
 enum ComputeType : int { kComputeBF16 = 0, kComputeF32 = 1, kComputeInt8 = 2 };
 
 // How a call computes. kGemv: W is dequantized in registers, anew for each M tile. kPanel: W is dequantized into a panel in cache,
-// once for all M tiles. kAmxTiles: the same, with AMX tiles as operands.
-enum Strategy : int { kGemv = 0, kPanel = 1, kAmxTiles = 2 };
+// once for all M tiles. kAmxTiles: the same, with AMX tiles as operands. kInt8Slices: x as int8 digits, times the codes.
+enum Strategy : int { kGemv = 0, kPanel = 1, kAmxTiles = 2, kInt8Slices = 3 };
 // Where scales are applied with AMX. kScaleOutput: all columns of a row of W share one scale. kScaleAccumulators: to each group's
 // accumulators. kScalePanel: to the dequantized panel, rounded to bfloat16 as a dense layer holds it.
 enum ScaleAt : int { kScaleOutput = 0, kScaleAccumulators = 1, kScalePanel = 2 };
+
+constexpr int kMaxTableCode = 24;  // of a table of 16 values that kInt8Slices reads as integers
+// kInt8Slices. Row r of x is x_scale [group] * code_unit times the number whose int8 digits are the row's slices.
+struct SlicedCall {
+  int count;                 // digits of an element
+  bool x_is_int8;            // quantized activations: no fixed point is needed
+  int32_t code_zero;         // codes, or table entries, stand for value + code_zero
+  float code_unit;
+  uint8_t table[16];         // where the codes are not integers
+  const float* x_scales;     // [group][row of the tile], times code_unit
+};
 
 // One call. x_packed: the M tiles one after another; of up to 12 rows, each [int32][row of the tile]; with AMX of 16 rows, padded
 // with zeros, each [K step][row of the tile][int32 of a K step].
@@ -47,7 +58,8 @@ struct GemmCall {
   int64_t chunk_blocks;      // kAmxTiles: N blocks that go by while a K slice of x stays in cache
   const uint32_t* x_packed;
   const float* x_group_sums; // where W has offsets: x summed over each group, in x_packed's order of tiles
-  const int32_t* acc_init;   // kComputeInt8: initial accumulators, -implicit_zero * that sum
+  const int32_t* acc_init;   // kComputeInt8, kInt8Slices: initial accumulators, -zero * that sum of the codes of x (of each slice)
+  SlicedCall slices;
   const float* act_scale;    // activation quantization: the scale of each row, else null
   float act_tensor_scale;    // one scale for all of x, 0 where each row has its own
   int act_tensor_zero;

@@ -1,12 +1,10 @@
 // The linear kernels with AVX2: the same packed weights, float32 FMA on eight output rows per vector, for every dtype of x.
-#include "gemm_pack_activations.h"
-
-#define INLINE inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 64")
+#include "gemm_int8_slices.h"
 
 namespace bitline::BITLINE_ISA {
 namespace {
 
+constexpr int kMaxSlicesM = kWideDot ? kMaxTileM : 2;  // of weight-only layers
 constexpr int kMaxGemvM = 3;            // up to here codes are dequantized in registers, once for all rows of x
 constexpr int kMaxMR = 6;               // rows of x of a panel tile, two vectors of accumulators each
 constexpr int kPrefetchDistance = 1024; // bytes of codes
@@ -33,96 +31,51 @@ template <int BITS> INLINE __m256i unpack_codes(const uint8_t* p, int lane, int 
   return code;
 }
 
-// Codes to float32: arithmetic for integers, permutations for tables of 16, gathers for larger ones.
-template <int BITS, bool INTEGER> struct Dequantizer {
+// How codes become float32: arithmetic for integers and E4M3, permutations for tables of 16, gathers for other tables.
+enum CodeKind { kInteger, kTable, kE4M3 };
+
+// Whether a weight's table is E4M3's.
+bool is_e4m3(const GemmCall& c) {
+  const float* lut = reinterpret_cast<const float*>(c.base + c.w->lut_f32);
+  return c.w->bits == 8 && lut[1] == 0x1p-9f && lut[8] == 0x1p-6f && lut[0x7e] == 448 && lut[0xfe] == -448;
+}
+
+template <int BITS, CodeKind KIND> struct Dequantizer {
   const float* lut;
   __m256 low, high, zero_point;
+  __m256i nan_codes = _mm256_setzero_si256();  // kE4M3: bytes of all ones where one has been
   explicit Dequantizer(const GemmCall& c) : lut(reinterpret_cast<const float*>(c.base + c.w->lut_f32)) {
     zero_point = _mm256_set1_ps(float(c.w->implicit_zero));
     if constexpr (BITS == 4) low = _mm256_loadu_ps(lut), high = _mm256_loadu_ps(lut + 8);
   }
-  INLINE __m256 operator()(__m256i code) const {
-    if constexpr (INTEGER) return _mm256_sub_ps(_mm256_cvtepi32_ps(code), zero_point);
+  // Column k of a K block at p, rows from `lane` on.
+  INLINE __m256 operator()(const uint8_t* p, int lane, int k) {
+    if constexpr (KIND == kE4M3) {
+      const __m256i nan = _mm256_set1_epi8(0x7f);
+      if (k == 0)
+        nan_codes = _mm256_or_si256(nan_codes, _mm256_cmpeq_epi8(_mm256_and_si256(load(p + 4 * lane), nan), nan));
+      // Exponent and mantissa at float32's bit positions are 2**-120 times the value. NaN codes become 480.
+      const int bit = bit_position(8, k, 0).bit;
+      const __m256i sign_extended = _mm256_srai_epi32(_mm256_slli_epi32(load(p + 4 * lane), 24 - bit), 4);
+      const __m256i bits = _mm256_and_si256(sign_extended, _mm256_set1_epi32(int(0x87f00000)));
+      return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+    }
+    const __m256i code = unpack_codes<BITS>(p, lane, k);
+    if constexpr (KIND == kInteger) return _mm256_sub_ps(_mm256_cvtepi32_ps(code), zero_point);
     if constexpr (BITS == 4)
       return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code),
                               _mm256_castsi256_ps(_mm256_slli_epi32(code, 28)));
     return _mm256_i32gather_ps(lut, code, 4);
   }
+  bool found_nan() const { return KIND == kE4M3 && !_mm256_testz_si256(nan_codes, nan_codes); }
 };
-
-// Eight scales or offsets from element i on as float32. super_scales: of the same rows, where the type has a second level.
-INLINE __m256 load_scales(const uint8_t* p, int64_t type, int64_t i, const float* super_scales) {
-  const auto bytes = [&] { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i)); };
-  switch (type) {
-    case kF32: return _mm256_loadu_ps(reinterpret_cast<const float*>(p) + i);
-    case kBF16:
-      return _mm256_castsi256_ps(_mm256_slli_epi32(
-          _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 2 * i))), 16));
-    case kF16: return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 2 * i)));
-    case kU8: return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes())), _mm256_loadu_ps(super_scales));
-    case kI8: return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes())), _mm256_loadu_ps(super_scales));
-    case kZeroPoint: return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes()));
-    default: {  // E4M3: its exponent and mantissa at float32's bit positions are 2**-120 times the value
-      const __m256i b = _mm256_cvtepu8_epi32(bytes());
-      const __m256i bits = _mm256_or_si256(_mm256_slli_epi32(_mm256_and_si256(b, _mm256_set1_epi32(127)), 20),
-                                           _mm256_slli_epi32(_mm256_and_si256(b, _mm256_set1_epi32(128)), 24));
-      return _mm256_mul_ps(_mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f)), _mm256_loadu_ps(super_scales));
-    }
-  }
-}
-
-uint16_t to_bf16(float v) {
-  const uint32_t b = bits_of(v);
-  if (v != v) return uint16_t(b >> 16 | 0x40);
-  return uint16_t((b + 0x7fff + ((b >> 16) & 1)) >> 16);
-}
-
-// 32 columns of a row of y: activation scale, bias, one rounding, store.
-void epilogue(const GemmCall& c, int64_t row, int64_t block, const float* acc) {
-  const int64_t n = c.w->n, first = block * kBlockN, count = n - first < kBlockN ? n - first : kBlockN;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t col = first + i, at = row * n + col;
-    float v = c.act_scale ? acc[i] * c.act_scale[row] : acc[i];
-    if (c.dtype == kFloat32) {
-      if (c.bias) v += static_cast<const float*>(c.bias)[col];
-      static_cast<float*>(c.y)[at] = v;
-    } else if (c.dtype == kFloat16) {
-      if (c.bias) v += _cvtsh_ss(static_cast<const uint16_t*>(c.bias)[col]);
-      static_cast<uint16_t*>(c.y)[at] = _cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT);
-    } else {
-      if (c.bias) v += from_bits(uint32_t(static_cast<const uint16_t*>(c.bias)[col]) << 16);
-      static_cast<uint16_t*>(c.y)[at] = to_bf16(v);
-    }
-  }
-}
-
-// Of eight rows of a group, whose share of y is scale * sum(code * x) + offset * sum(x).
-struct ScaleOffset {
-  __m256 scale, offset;
-};
-INLINE ScaleOffset scale_offset(const GemmCall& c, int64_t block, int64_t g, int lane) {
-  const PackedHeader& w = *c.w;
-  const int64_t at = (block * w.num_groups + g) * kBlockN + lane;
-  int64_t super = 0;
-  if (w.super_scales) {
-    const int64_t per = w.groups_per_super_scale;
-    super = (block * ((w.num_groups + per - 1) / per) + g / per) * kBlockN + lane;
-  }
-  ScaleOffset a;
-  a.scale = load_scales(c.base + w.scales, w.scale_type, at, reinterpret_cast<const float*>(c.base + w.super_scales) + super);
-  a.offset = _mm256_setzero_ps();
-  if (w.offset_type == kNone) return a;
-  a.offset = load_scales(c.base + w.offsets, w.offset_type, at, reinterpret_cast<const float*>(c.base + w.super_offsets) + super);
-  if (w.offset_type == kZeroPoint) a.offset = _mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(a.scale, a.offset));
-  return a;
-}
 
 // One N block, all of K, the MR rows of a call of small M: V vectors of output rows at once, each with MR accumulators of CHAINS
-// independent ones.
-template <int BITS, bool INTEGER, int MR, int V, int CHAINS> void gemv(const GemmCall& c, int64_t block) {
+// independent ones. False: a NaN code was read as a number, y is not written.
+template <int BITS, CodeKind KIND, int MR, int V, int CHAINS> bool gemv(const GemmCall& c, int64_t block) {
   constexpr int columns = k_block_of(BITS), k_block_bytes = columns * BITS * kBlockN / 8;
   const PackedHeader& w = *c.w;
-  const Dequantizer<BITS, INTEGER> dequantize(c);
+  Dequantizer<BITS, KIND> dequantize(c);
   const float* x = reinterpret_cast<const float*>(c.x_packed);
   const int64_t group_bytes = w.group_k * BITS * kBlockN / 8;
   float out[MR][kBlockN];
@@ -144,14 +97,15 @@ template <int BITS, bool INTEGER, int MR, int V, int CHAINS> void gemv(const Gem
           _mm_prefetch(reinterpret_cast<const char*>(q + kPrefetchDistance + i), _MM_HINT_T0);
         UNROLL for (int j = 0; j < columns; ++j) {
           UNROLL for (int i = 0; i < V; ++i) {
-            const __m256 v = dequantize(unpack_codes<BITS>(q, lane + 8 * i, j));
+            const __m256 v = dequantize(q, lane + 8 * i, j);
             UNROLL for (int m = 0; m < MR; ++m)
               acc[m][i][j % CHAINS] = _mm256_fmadd_ps(v, _mm256_broadcast_ss(xk + j * MR + m), acc[m][i][j % CHAINS]);
           }
         }
       }
+      const ScaleRow scale_row(c, block, g);
       UNROLL for (int i = 0; i < V; ++i) {
-        const ScaleOffset a = scale_offset(c, block, g, lane + 8 * i);
+        const ScaleOffset a = scale_row.at(lane + 8 * i);
         UNROLL for (int m = 0; m < MR; ++m) {
           UNROLL for (int j = 1; j < CHAINS; ++j) acc[m][i][0] = _mm256_add_ps(acc[m][i][0], acc[m][i][j]);
           inner[m][i] = _mm256_fmadd_ps(a.scale, acc[m][i][0], inner[m][i]);
@@ -163,12 +117,15 @@ template <int BITS, bool INTEGER, int MR, int V, int CHAINS> void gemv(const Gem
     UNROLL for (int m = 0; m < MR; ++m) UNROLL for (int i = 0; i < V; ++i)
       _mm256_storeu_ps(out[m] + lane + 8 * i, _mm256_add_ps(outer[m][i], inner[m][i]));
   }
+  if (dequantize.found_nan()) return false;
   for (int m = 0; m < MR; ++m) epilogue(c, m, block, out[m]);
+  return true;
 }
 
 // inner [MR][32] += a group's panel [group_k][32] times MR rows of x, scaled. x_stride: from one column of x to the next.
 template <int MR> void panel_tile(const GemmCall& c, int64_t block, int64_t g, const float* panel, const float* x,
                                   const float* x_group_sums, int64_t x_stride, float* inner) {
+  const ScaleRow scale_row(c, block, g);
   for (int lane = 0; lane < kBlockN; lane += 16) {
     __m256 acc[MR][2];
     UNROLL for (int m = 0; m < MR; ++m) acc[m][0] = acc[m][1] = _mm256_setzero_ps();
@@ -180,7 +137,7 @@ template <int MR> void panel_tile(const GemmCall& c, int64_t block, int64_t g, c
       }
     }
     UNROLL for (int i = 0; i < 2; ++i) {
-      const ScaleOffset a = scale_offset(c, block, g, lane + 8 * i);
+      const ScaleOffset a = scale_row.at(lane + 8 * i);
       UNROLL for (int m = 0; m < MR; ++m) {
         float* at = inner + m * kBlockN + lane + 8 * i;
         __m256 t = _mm256_fmadd_ps(a.scale, acc[m][i], _mm256_load_ps(at));
@@ -192,11 +149,11 @@ template <int MR> void panel_tile(const GemmCall& c, int64_t block, int64_t g, c
 }
 
 // One N block, all M tiles: each group is dequantized into a panel once. inner: 64 floats per row, the second half for the outer
-// accumulators.
-template <int BITS, bool INTEGER> void panel_gemm(const GemmCall& c, int64_t block, float* inner) {
+// accumulators. False as gemv's.
+template <int BITS, CodeKind KIND> bool panel_gemm(const GemmCall& c, int64_t block, float* inner) {
   constexpr int columns = k_block_of(BITS), k_block_bytes = columns * BITS * kBlockN / 8;
   const PackedHeader& w = *c.w;
-  const Dequantizer<BITS, INTEGER> dequantize(c);
+  Dequantizer<BITS, KIND> dequantize(c);
   alignas(64) float panel[kMaxGroupK * kBlockN];
   const int64_t first = m_tile_start(c, c.m_tile_begin) * kBlockN, last = m_tile_start(c, c.m_tile_end) * kBlockN;
   float* outer = inner + c.m * kBlockN;
@@ -207,7 +164,7 @@ template <int BITS, bool INTEGER> void panel_gemm(const GemmCall& c, int64_t blo
       for (int64_t i = first; i < last; ++i) outer[i] += inner[i], inner[i] = 0;
     for (int64_t k = 0; k < w.group_k; k += columns, q += k_block_bytes)
       UNROLL for (int j = 0; j < columns; ++j) UNROLL for (int i = 0; i < kBlockN; i += 8)
-        _mm256_store_ps(panel + (k + j) * kBlockN + i, dequantize(unpack_codes<BITS>(q, i, j)));
+        _mm256_store_ps(panel + (k + j) * kBlockN + i, dequantize(q, i, j));
     for (int64_t t = c.m_tile_begin; t < c.m_tile_end; ++t) {
       const int64_t start = m_tile_start(c, t), rows = m_tile_start(c, t + 1) - start;
       const float* x = reinterpret_cast<const float*>(c.x_packed) + start * c.row_int32 + g * w.group_k * rows;
@@ -225,34 +182,96 @@ template <int BITS, bool INTEGER> void panel_gemm(const GemmCall& c, int64_t blo
       }
     }
   }
+  if (dequantize.found_nan()) return false;
   for (int64_t row = first / kBlockN; row < last / kBlockN; ++row) {
     float out[kBlockN];
     for (int i = 0; i < kBlockN; ++i) out[i] = outer[row * kBlockN + i] + inner[row * kBlockN + i];
     epilogue(c, row, block, out);
   }
+  return true;
 }
 
-template <int BITS, bool INTEGER> void compute_blocks_as(const GemmCall& c, int64_t first, int64_t last, float* acc) {
+template <int BITS, CodeKind KIND> bool compute_block(const GemmCall& c, int64_t block, float* acc) {
   const bool one_chain = c.w->batch_invariant;
-  for (int64_t block = first; block < last; ++block) {
-    if (c.strategy == kPanel) panel_gemm<BITS, INTEGER>(c, block, acc);
-    else if (c.m == 1) one_chain ? gemv<BITS, INTEGER, 1, 4, 1>(c, block) : gemv<BITS, INTEGER, 1, 4, 2>(c, block);
-    else if (c.m == 2) one_chain ? gemv<BITS, INTEGER, 2, 2, 1>(c, block) : gemv<BITS, INTEGER, 2, 2, 2>(c, block);
-    else gemv<BITS, INTEGER, 3, 2, 1>(c, block);
-  }
+  if (c.strategy == kPanel) return panel_gemm<BITS, KIND>(c, block, acc);
+  if (c.m == 1) return one_chain ? gemv<BITS, KIND, 1, 4, 1>(c, block) : gemv<BITS, KIND, 1, 4, 2>(c, block);
+  if (c.m == 2) return one_chain ? gemv<BITS, KIND, 2, 2, 1>(c, block) : gemv<BITS, KIND, 2, 2, 2>(c, block);
+  return gemv<BITS, KIND, 3, 2, 1>(c, block);
+}
+
+void compute_blocks_e4m3(const GemmCall& c, int64_t first, int64_t last, float* acc) {
+  for (int64_t block = first; block < last; ++block)
+    if (!compute_block<8, kE4M3>(c, block, acc)) compute_block<8, kTable>(c, block, acc);
 }
 
 template <int BITS> void compute_blocks_of(const GemmCall& c, int64_t first, int64_t last, float* acc) {
-  c.w->is_integer ? compute_blocks_as<BITS, true>(c, first, last, acc) : compute_blocks_as<BITS, false>(c, first, last, acc);
+  for (int64_t block = first; block < last; ++block)
+    c.w->is_integer ? compute_block<BITS, kInteger>(c, block, acc) : compute_block<BITS, kTable>(c, block, acc);
 }
 
 void compute_blocks(const GemmCall& c, int64_t first, int64_t last, uint32_t*, float* acc) {
+  if (c.strategy == kInt8Slices) return slices_blocks(c, first, last);
+  if (!c.w->is_integer && is_e4m3(c)) return compute_blocks_e4m3(c, first, last, acc);
   with_bits(c.w->bits, [&]<int BITS>() { compute_blocks_of<BITS>(c, first, last, acc); });
 }
 
 bool supports(ComputeType compute) { return compute == kComputeF32; }
 
+// A table of 16 values as small integers times a unit; false where it has none.
+bool table_as_integers(const float* lut, SlicedCall& s) {
+  for (float unit = 1; unit >= 0.5f; unit /= 2) {
+    float low = lut[0], high = lut[0];
+    bool whole = true;
+    for (int i = 0; i < 16; ++i) {
+      whole &= __builtin_rintf(lut[i] / unit) * unit == lut[i];
+      low = lut[i] < low ? lut[i] : low, high = lut[i] > high ? lut[i] : high;
+    }
+    if (!whole || high - low > kMaxTableCode * unit) continue;
+    for (int i = 0; i < 16; ++i) s.table[i] = uint8_t((lut[i] - low) / unit);
+    s.code_zero = int32_t(-low / unit), s.code_unit = unit;
+    return true;
+  }
+  return false;
+}
+
+// Whether W's codes are integers that the slices' kernels multiply.
+bool codes_as_integers(const GemmCall& c, SlicedCall& s) {
+  const PackedHeader& w = *c.w;
+  s.code_zero = int32_t(w.implicit_zero), s.code_unit = 1;
+  return w.is_integer || (w.bits == 4 && table_as_integers(reinterpret_cast<const float*>(c.base + w.lut_f32), s));
+}
+
+// Whether fixed-point numbers hold x as well as float32 accumulators hold its products: x is finite, and not so small that
+// units would be subnormal.
+bool has_fixed_point_range(const GemmCall& c) {
+  float low, high;
+  if (c.w->act_quant != kActNone) return true;
+  if (!min_max(c.x, c.m * c.w->k, c.dtype, &low, &high)) return false;
+  const float largest = -low > high ? -low : high;
+  return largest == 0 || largest > 0x1p-32f;
+}
+
+// Digits of x: 14 bits and the sign below the largest element of a group for bfloat16, of which codes of 8 bits take three, 22
+// bits for float16, 30 for float32. int8 activations are one digit, or two where digits have 7 bits.
+int slice_count(const GemmCall& c, bool int8) {
+  const bool short_digits = slice_bits(int(c.w->bits)) < 8;
+  if (int8) return short_digits ? 2 : 1;
+  if (c.w->act_quant != kActNone || c.dtype == kFloat16) return 3;
+  return c.dtype == kFloat32 ? 4 : short_digits ? 3 : 2;
+}
+
+bool plan_slices(GemmCall& c) {
+  const PackedHeader& w = *c.w;
+  const bool int8 = w.act_quant == kActInt8 && w.is_integer && (w.bits == 4 || w.bits == 8);
+  if (w.batch_invariant || (!int8 && c.m > kMaxSlicesM) || !codes_as_integers(c, c.slices)) return false;
+  if (!int8 && !has_fixed_point_range(c)) return false;
+  c.slices.count = slice_count(c, int8), c.slices.x_is_int8 = int8;
+  c.strategy = kInt8Slices, c.row_int32 = w.k_packed / 4 * c.slices.count;
+  return true;
+}
+
 void plan(GemmCall& c) {
+  if (plan_slices(c)) return;
   c.strategy = c.m > kMaxGemvM ? kPanel : kGemv;
   c.row_int32 = c.w->k_packed;
 }

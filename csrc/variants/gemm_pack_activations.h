@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "gemm.h"
+#include "variants/gemm_pack_slices.h"
 #include "variants/transpose.h"
 
 namespace bitline::BITLINE_ISA {
@@ -186,12 +187,14 @@ void pack_activations(const GemmCall& c, int64_t m_tile, float* scratch) {
   const int64_t first = m_tile_start(c, m_tile), rows = m_tile_start(c, m_tile + 1) - first;
   const int64_t itemsize = c.dtype == kFloat32 ? 4 : 2;
   float* group_sums = const_cast<float*>(c.x_group_sums) + first * w.num_groups;
-  int32_t* acc_init = const_cast<int32_t*>(c.acc_init) + first * w.num_groups;
+  const bool sliced = c.strategy == kInt8Slices;
+  int32_t* acc_init = const_cast<int32_t*>(c.acc_init) + first * w.num_groups * (sliced ? c.slices.count : 1);
+  float* x_scales = const_cast<float*>(c.slices.x_scales) + first * w.num_groups;
   const bool int8 = c.compute == kComputeInt8, needs_sums = int8 || w.offset_type != kNone;
   const bool same_bits = c.compute == kComputeBF16 && w.act_quant == kActNone && !w.column_map;  // packed x is x's own bits
   // Without a copy: no row ends in the middle of an int32.
   const bool reads_x = same_bits && w.k % 2 == 0 && (rows > 1 || c.strategy == kAmxTiles);
-  const int64_t group_int32 = w.group_k / k_per_int32(c.compute);
+  const int64_t group_int32 = sliced ? w.group_k / 4 * c.slices.count : w.group_k / k_per_int32(c.compute);
   float *f32_row = scratch, *packed_row = scratch + w.k_packed;
   uint32_t* x_packed = const_cast<uint32_t*>(c.x_packed) + first * c.row_int32;
   uint32_t* row_major = rows == 1 && c.strategy != kAmxTiles ? x_packed : reinterpret_cast<uint32_t*>(scratch + 2 * w.k_packed);
@@ -220,7 +223,8 @@ void pack_activations(const GemmCall& c, int64_t m_tile, float* scratch) {
         if (w.act_quant != kActNone) quantize(w, scale, zero, v, n);
         memset(v + n, 0, size_t(w.group_k - n) * 4);
       }
-      if (!same_bits) convert_to_compute_type(c.compute, w, v, w.group_k, out + g * group_int32);
+      if (sliced) pack_slices(c, v, out + g * group_int32, x_scales + g * rows + r, acc_init + g * c.slices.count * rows + r, rows);
+      else if (!same_bits) convert_to_compute_type(c.compute, w, v, w.group_k, out + g * group_int32);
       if (!needs_sums) continue;
       const float s = sum_of(v, w.group_k);
       group_sums[g * rows + r] = s;

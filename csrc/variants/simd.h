@@ -1,0 +1,73 @@
+// Vectors of kLanes 32-bit lanes for the levels below AVX-512: what the kernels need beyond the compiler's vector arithmetic.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "variants/transpose.h"  // kLanes
+
+#define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 64")
+
+namespace bitline::BITLINE_ISA {
+namespace {
+
+typedef float F32 __attribute__((vector_size(4 * kLanes)));
+typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
+typedef int16_t I16 __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t U8x16 __attribute__((vector_size(16)));
+
+template <class V> INLINE V load_as(const void* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+INLINE F32 load_f32(const float* p) { return load_as<F32>(p); }
+INLINE U32 load_u32(const void* p) { return load_as<U32>(p); }
+INLINE U8x16 load_u8x16(const void* p) { return load_as<U8x16>(p); }
+INLINE void store_f32(float* p, F32 v) { memcpy(p, &v, sizeof v); }
+INLINE F32 splat(float v) { return F32{} + v; }
+INLINE I32 splat(int32_t v) { return I32{} + v; }
+INLINE U32 splat(uint32_t v) { return U32{} + v; }
+INLINE F32 to_f32(I32 v) { return __builtin_convertvector(v, F32); }
+INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
+INLINE F32 fma(F32 a, F32 b, F32 c) { return F32(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c))); }
+INLINE __m128i load_16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+INLINE __m128i load_8(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+INLINE F32 load_bf16(const void* p) { return F32(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16(p)), 16)); }
+INLINE F32 load_f16(const void* p) { return F32(_mm256_cvtph_ps(load_16(p))); }
+INLINE I32 load_u8(const void* p) { return I32(_mm256_cvtepu8_epi32(load_8(p))); }
+INLINE I32 load_i8(const void* p) { return I32(_mm256_cvtepi8_epi32(load_8(p))); }
+INLINE float f16_to_f32(uint16_t v) { return _cvtsh_ss(v); }
+INLINE uint16_t f32_to_f16(float v) { return _cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT); }
+
+// Each byte of v from a table of 16; v: less than 16.
+INLINE U32 look_up(U8x16 table, U32 v) {
+  return U32(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(__m128i(table)), __m256i(v)));
+}
+INLINE U8x16 shuffle(U8x16 v, U8x16 order) { return U8x16(_mm_shuffle_epi8(__m128i(v), __m128i(order))); }
+
+// Unsigned bytes times signed bytes. dot4 adds four products to a 32-bit lane (VNNI). dot2: sums of two, saturated to 16 bits;
+// widen_add adds pairs of those to 32-bit lanes.
+#ifdef BITLINE_ISA_avx_vnni
+// Inline assembly: around the intrinsic GCC 12 copies each accumulator.
+INLINE I32 dot4(I32 acc, U32 codes, U32 digits) {
+#ifdef BITLINE_EMULATED
+  return I32(_mm256_dpbusd_avx_epi32(__m256i(acc), __m256i(codes), __m256i(digits)));
+#else
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(codes), "x"(digits));
+  return acc;
+#endif
+}
+#else
+INLINE I32 dot4(I32 acc, U32, U32) { return acc; }
+#endif
+INLINE I16 dot2(U32 codes, U32 digits) { return I16(_mm256_maddubs_epi16(__m256i(codes), __m256i(digits))); }
+INLINE I32 widen_add(I32 acc, I16 v) { return acc + I32(_mm256_madd_epi16(__m256i(v), _mm256_set1_epi16(1))); }
+
+}  // namespace
+}  // namespace bitline::BITLINE_ISA

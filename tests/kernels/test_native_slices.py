@@ -1,0 +1,99 @@
+"""The int8-slices kernel of the native core: x as fixed-point numbers, where it is taken and where it is not."""
+
+import math
+
+import pytest
+import torch
+
+from bitline import native, types
+from bitline.kernels.cpu.native_linear import CPUWNA16LinearKernel as Kernel
+from bitline.testing import check, check_exact
+from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_weight
+from bitline.testing.tolerance import reference64
+from bitline.types import ActSpec, LinearSpec
+
+LEVELS = [level for level in ("avx2", "avx_vnni", "neon") if level in native.isas()]
+pytestmark = pytest.mark.skipif(not LEVELS, reason="no level with the int8-slices kernel here")
+BASE = LinearSpec(40, 256, types.uint4b8, (1, 64), scale_dtype=torch.float32)
+KINDS = [types.uint2b2, types.uint3b4, types.uint4b8, types.uint5b16, types.uint6b32, types.int8, types.float4_e2m1]
+
+
+@pytest.fixture(params=LEVELS)
+def level(request):
+    before = native.isa()
+    native.use_isa(request.param)
+    yield request.param
+    native.use_isa(before)
+
+
+def apply(x, weight):
+    return Kernel.apply(x, list(Kernel.pack(weight).values()), None, weight.spec)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_an_outlier_in_a_group_leaves_the_others_their_bits(level, kind, dtype):
+    weight = random_weight(BASE.replace(weight=kind, act_dtype=dtype), 1)
+    for m in (1, 2, 3):
+        x = inputs(m, weight.spec, m)
+        x[:, 5] = 900.0
+        x[:, 70] = -4000.0
+        check(apply(x, weight), x, weight)
+
+
+@pytest.mark.parametrize("exponent", [-120, -40, -31, 0, 60, 100])
+def test_every_magnitude_of_x(level, exponent):
+    weight = lossless_weight(BASE, 1)
+    x = lossless_inputs(1, BASE, 1)
+    scaled = torch.ldexp(x.float(), torch.tensor(exponent)).to(x.dtype)
+    expected = torch.ldexp(apply(x, weight).float(), torch.tensor(exponent)).to(x.dtype)
+    assert torch.equal(apply(scaled, weight), expected)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_infinity_and_nan_in_x(level, value):
+    weight = random_weight(BASE, 1)
+    x = inputs(2, BASE, 1)
+    x[1, 3] = value
+    found, expected = apply(x, weight), reference64(x, weight)
+    assert torch.equal(found.isfinite(), expected.isfinite())
+    assert torch.equal(found[1].isnan(), expected[1].isnan())
+    check(apply(x[:1], weight), x[:1], weight)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 13])
+def test_nan_codes_of_fp8(level, m):
+    spec = LinearSpec(70, 128, types.float8_e4m3fn, (1, 128), scale_dtype=torch.float32)
+    weight = random_weight(spec, 1)
+    weight.codes.view(torch.uint8)[3, 7], weight.codes.view(torch.uint8)[69, 127] = 0x7F, 0xFF
+    x = inputs(m, spec, m)
+    found = apply(x, weight)
+    nan_rows = torch.zeros(70, dtype=torch.bool)
+    nan_rows[[3, 69]] = True
+    assert torch.equal(found.isnan(), nan_rows.expand(m, 70))
+    weight.codes.view(torch.uint8)[3, 7], weight.codes.view(torch.uint8)[69, 127] = 0, 0
+    assert torch.equal(found[:, ~nan_rows], apply(x, weight)[:, ~nan_rows])
+
+
+@pytest.mark.parametrize("kind", [types.uint4b8, types.int8], ids=str)
+@pytest.mark.parametrize("m", [1, 2, 3, 7, 12, 13, 29])
+def test_int8_activations(level, kind, m):
+    """Products of int8 codes are exact: full-range codes of W and x, and ragged sizes."""
+    spec = LinearSpec(45, 70, kind, (1, 70), act=ActSpec(types.int8), scale_dtype=torch.float32, act_dtype=torch.float32)
+    weight, x = random_weight(spec, m), inputs(m, spec, m)
+    check(apply(x, weight), x, weight)
+    weight.codes.view(torch.uint8).fill_(0x80 if kind is types.int8 else 0xFF)  # extreme codes, all of one sign
+    extreme = torch.ones(m, 70)
+    extreme[:, ::2] = -1.0
+    check(apply(extreme, weight), extreme, weight)
+    check(apply(extreme.abs(), weight), extreme.abs(), weight)
+
+
+def test_extreme_codes_do_not_saturate(level):
+    for kind in KINDS:
+        spec = BASE.replace(weight=kind, act_dtype=torch.float32)
+        weight = lossless_weight(spec, 1)
+        weight.codes.view(torch.uint8).fill_(0x7F if kind is types.int8 else 0x77 if kind is types.float4_e2m1 else 0xFF)
+        for sign in (1, -1):
+            x = torch.full((1, spec.k), sign * 127.0)
+            check_exact(apply(x, weight), x, weight)
