@@ -4,8 +4,8 @@
     python benchmarks/decode.py --model PATH --gguf FILE.gguf [--out benchmarks/results/NAME.json]
 
 llama.cpp is called through llama-cpp-python's low-level functions (`pip install llama-cpp-python`; $LLAMA_CPP_LIB_PATH names
-another build of the library). All engines get the same prompts and decode greedily for the same number of tokens, interleaved;
-medians. Bitline's and llama.cpp's weights have the same values where the .gguf was written by `bitline convert`, as --make
+another build of the library), or with --llama-bench by its own benchmark, on as many threads. All engines get the same prompts
+and decode greedily for the same number of tokens, interleaved; medians. Bitline's and llama.cpp's weights have the same values where the .gguf was written by `bitline convert`, as --make
 does.
 """
 
@@ -197,6 +197,21 @@ def compare(paths: dict[str, str], rounds: int, new: int, lengths: list[int]) ->
     return report
 
 
+def llama_bench(tool: str, path: str, rounds: int, new: int, length: int) -> dict[str, float]:
+    """llama.cpp's own benchmark: seconds of a prompt, and tokens per second behind it; medians."""
+
+    def samples(*arguments: str) -> list[float]:
+        command = [tool, "-m", path, "-t", str(torch.get_num_threads()), "-r", str(rounds), "-o", "json", *arguments]
+        rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        return [float(value) for value in rows[0]["samples_ns"]]
+
+    prompt = statistics.median(samples("-p", str(length), "-n", "0"))
+    decode = samples("-p", "0", "-n", str(new), "-d", str(length))
+    rates = [new * 1e9 / value for value in decode]
+    return {"first_token_ms": round(prompt / 1e6, 2), "decode": round(statistics.median(rates), 2),
+            "best_decode": round(max(rates), 2)}  # fmt: skip
+
+
 def make(folder: Path) -> None:
     """FOLDER/model, compressed-tensors with SmolLM2's tokenizer, and FOLDER/model.gguf, the same values as Q4_0."""
     from load_memory import synthesize
@@ -222,6 +237,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--gguf")
     parser.add_argument("--engines", default="bitline,transformers,llama.cpp")
+    parser.add_argument("--llama-bench", help="llama.cpp's llama-bench program")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", default="5,256")
@@ -234,8 +250,14 @@ def main() -> None:
         make(options.make)
         return
     paths = {name: options.gguf if name == "llama.cpp" else options.model for name in options.engines.split(",")}
-    report = {"machine": machine(), "model": Path(options.model).name}
+    report: dict[str, Any] = {"machine": machine(), "model": Path(options.model).name}
     report |= compare(paths, options.rounds, options.tokens, [int(n) for n in options.prompts.split(",")])
+    if options.llama_bench:
+        for row in report["rows"]:
+            row["llama-bench"] = llama_bench(
+                options.llama_bench, options.gguf, options.rounds, options.tokens, row["prompt_tokens"]
+            )
+            print(row["prompt_tokens"], "llama-bench", row["llama-bench"], flush=True)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
