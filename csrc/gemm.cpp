@@ -14,9 +14,12 @@ namespace {
 const GemmKernels* gemm_kernels() {
   static constexpr const GemmKernels* by_level[kNumLevels] = {nullptr, BITLINE_AVX2_KERNELS(&avx2::gemm_kernels),
                                                               BITLINE_AVX512_KERNELS(&avx512::gemm_kernels),
-                                                              BITLINE_AMX_KERNELS(&amx::gemm_kernels)};
+                                                              BITLINE_AMX_KERNELS(&amx::gemm_kernels),
+                                                              BITLINE_AVX_VNNI_KERNELS(&avx_vnni::gemm_kernels),
+                                                              BITLINE_NEON_KERNELS(&neon::gemm_kernels),
+                                                              BITLINE_NEON_I8MM_KERNELS(&neon_i8mm::gemm_kernels)};
   int i = isa_level();
-  while (i > 0 && by_level[i] == nullptr) --i;
+  while (i > 0 && by_level[i] == nullptr) i = kLowerLevel[i];
   return by_level[i];
 }
 

@@ -131,8 +131,11 @@ inline int64_t acc_floats(const GemmCall& c) {
 }
 
 BITLINE_AVX2(namespace avx2 { extern const GemmKernels gemm_kernels; })
+BITLINE_AVX_VNNI(namespace avx_vnni { extern const GemmKernels gemm_kernels; })
 BITLINE_AVX512(namespace avx512 { extern const GemmKernels gemm_kernels; })
 BITLINE_AMX(namespace amx { extern const GemmKernels gemm_kernels; })
+BITLINE_NEON(namespace neon { extern const GemmKernels gemm_kernels; })
+BITLINE_NEON_I8MM(namespace neon_i8mm { extern const GemmKernels gemm_kernels; })
 
 }  // namespace bitline
 

@@ -31,43 +31,62 @@ bool request_amx_tiles() {
 #endif
 }
 
-// Feature bits of CPUID leaves 1 and 7 (Intel SDM volume 2A, AMD APM volume 3).
-IsaLevel detect_level() {
-  uint32_t a, b1, c1, d1, b7, c7, d7, a71, b71, c71, d71;
-  if (!__get_cpuid(1, &a, &b1, &c1, &d1) || !has_bit(c1, 27)) return kPortable;  // 27: OSXSAVE, xgetbv may be used
-  if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return kPortable;
+// The CPU's and OS's levels, a bit each. Feature bits of CPUID leaves 1 and 7 (Intel SDM volume 2A, AMD APM volume 3).
+uint32_t detect_levels() {
+  uint32_t a, b1, c1, d1, b7, c7, d7, a71, b71, c71, d71, levels = 1u << kPortable;
+  if (!__get_cpuid(1, &a, &b1, &c1, &d1) || !has_bit(c1, 27)) return levels;  // 27: OSXSAVE, xgetbv may be used
+  if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return levels;
   if (!__get_cpuid_count(7, 1, &a71, &b71, &c71, &d71)) a71 = 0;
   const uint64_t xcr0 = read_xcr0();
   const bool avx2 = has_bit(c1, 12) && has_bit(c1, 29) && has_bit(b7, 3) && has_bit(b7, 5) && has_bit(b7, 8);
-  if ((xcr0 & 0x6) != 0x6 || !avx2) return kPortable;
+  if ((xcr0 & 0x6) != 0x6 || !avx2) return levels;
+  levels |= 1u << kAvx2;
 #ifdef BITLINE_EMULATED
-  return kAmx;
+  return levels | 1u << kAvxVnni | 1u << kAvx512 | 1u << kAmx;
 #endif
+  if (has_bit(a71, 4)) levels |= 1u << kAvxVnni;
   const bool f_bw_dq_vl = has_bit(b7, 16) && has_bit(b7, 30) && has_bit(b7, 17) && has_bit(b7, 31);
-  if ((xcr0 & 0xE6) != 0xE6 || !f_bw_dq_vl || !has_bit(c7, 11) || !has_bit(c7, 1) || !has_bit(a71, 5)) return kAvx2;
+  if ((xcr0 & 0xE6) != 0xE6 || !f_bw_dq_vl || !has_bit(c7, 11) || !has_bit(c7, 1) || !has_bit(a71, 5)) return levels;
+  levels |= 1u << kAvx512;
   const bool amx = has_bit(d7, 24) && has_bit(d7, 25) && has_bit(d7, 22);
-  if ((xcr0 & 0x60000) != 0x60000 || !amx || !request_amx_tiles()) return kAvx512;
-  return kAmx;
+  if ((xcr0 & 0x60000) != 0x60000 || !amx || !request_amx_tiles()) return levels;
+  return levels | 1u << kAmx;
 }
 #else
-IsaLevel detect_level() { return kPortable; }
+uint32_t detect_levels() { return 1u << kPortable; }
 #endif
 
-IsaLevel highest_built([[maybe_unused]] IsaLevel detected) {
-#ifndef BITLINE_HAS_AVX2
-  return kPortable;
-#elif !defined(BITLINE_HAS_AVX512)
-  return detected < kAvx2 ? detected : kAvx2;
-#elif !defined(BITLINE_HAS_AMX)
-  return detected < kAvx512 ? detected : kAvx512;
-#else
-  return detected;
+constexpr uint32_t kBuilt = 1u << kPortable
+#ifdef BITLINE_HAS_AVX2
+                            | 1u << kAvx2
 #endif
+#ifdef BITLINE_HAS_AVX_VNNI
+                            | 1u << kAvxVnni
+#endif
+#ifdef BITLINE_HAS_AVX512
+                            | 1u << kAvx512
+#endif
+#ifdef BITLINE_HAS_AMX
+                            | 1u << kAmx
+#endif
+#ifdef BITLINE_HAS_NEON
+                            | 1u << kNeon
+#endif
+#ifdef BITLINE_HAS_NEON_I8MM
+                            | 1u << kNeonI8mm
+#endif
+    ;
+
+int highest_of(uint32_t levels) {
+  constexpr int order[] = {kAmx, kAvx512, kAvxVnni, kAvx2, kNeonI8mm, kNeon};
+  for (const int level : order)
+    if (levels >> level & 1) return level;
+  return kPortable;
 }
 
 // Set when the library is loaded, before any call.
-const IsaLevel highest = highest_built(detect_level());
-int current = highest;
+const uint32_t supported = detect_levels() & kBuilt;
+int current = highest_of(supported);
 
 }  // namespace
 
@@ -78,15 +97,16 @@ IsaLevel isa_level() { return IsaLevel(__atomic_load_n(&current, __ATOMIC_RELAXE
 using namespace bitline;
 
 // Raised with every change of an exported name or signature; native.py holds the same number.
-BITLINE_EXPORT int bitline_abi() { return 3; }
+BITLINE_EXPORT int bitline_abi() { return 4; }
 
 BITLINE_EXPORT int bitline_isa() { return isa_level(); }
 
-BITLINE_EXPORT int bitline_isa_highest() { return highest; }
+// The levels that this machine and build support, a bit each.
+BITLINE_EXPORT int bitline_isa_supported() { return int(supported); }
 
-// Use a level up to the highest. Returns 0; -1: this machine or build lacks it.
+// Use a supported level. Returns 0; -1: this machine or build lacks it.
 BITLINE_EXPORT int bitline_set_isa(int level) {
-  if (level < 0 || level > highest) return -1;
+  if (level < 0 || level >= kNumLevels || !(supported >> level & 1)) return -1;
   __atomic_store_n(&current, level, __ATOMIC_RELAXED);
   return 0;
 }

@@ -8,7 +8,7 @@
 
 extern "C" {
 int bitline_abi();
-int bitline_isa_highest();
+int bitline_isa_supported();
 int bitline_all_finite(const void*, int64_t, int, uint32_t);
 void bitline_repack_gptq(const uint32_t*, int64_t, int64_t, int64_t, uint32_t*, int64_t);
 void bitline_repack_awq(const uint32_t*, int64_t, int64_t, int64_t, uint32_t*, int64_t);

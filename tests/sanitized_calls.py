@@ -268,7 +268,7 @@ def main() -> None:
     core = native.core()
     assert core is not None, native.why_not()
     count_calls(core)
-    core.abi(), core.bind_torch_threads(core.torch_library), core.num_threads(), core.isa_highest()
+    core.abi(), core.bind_torch_threads(core.torch_library), core.num_threads(), core.isa_supported()
     core.empty_parallel_regions(3, 5)
     assert core.pool_loops(200, 7, 3) <= 0
     for size in (1, 5000, (4 << 20) + 17, (9 << 20) + 4095):

@@ -1,4 +1,4 @@
-"""The AVX-512 and AMX levels on any CPU with AVX2: the native core built with csrc/emulation, and its tests in processes of their
+"""The AVX-VNNI, AVX-512 and AMX levels on any CPU with AVX2: the native core built with csrc/emulation, and its tests in processes of their
 own."""
 
 import os
@@ -29,7 +29,9 @@ def library(tmp_path_factory):
     return folder / "libbitline_native.so"
 
 
-@pytest.mark.parametrize(("file", "tests"), [("test_native_amx.py", ""), ("test_native_cpu.py", AVX512)])
+@pytest.mark.parametrize(
+    ("file", "tests"), [("test_native_amx.py", ""), ("test_native_cpu.py", AVX512), ("test_native_slices.py", "avx_vnni")]
+)
 def test_passes_emulated(library, file, tests):
     env = os.environ | {"BITLINE_NATIVE_LIBRARY": str(library)}
     command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", tests]

@@ -57,7 +57,8 @@ INLINE U8x16 shuffle(U8x16 v, U8x16 order) { return U8x16(_mm_shuffle_epi8(__m12
 // Inline assembly: around the intrinsic GCC 12 copies each accumulator.
 INLINE I32 dot4(I32 acc, U32 codes, U32 digits) {
 #ifdef BITLINE_EMULATED
-  return I32(_mm256_dpbusd_avx_epi32(__m256i(acc), __m256i(codes), __m256i(digits)));
+  for (int i = 0; i < 32; ++i) acc[i / 4] += int32_t(uint8_t(codes[i / 4] >> 8 * (i % 4))) * int8_t(digits[i / 4] >> 8 * (i % 4));
+  return acc;
 #else
   __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(codes), "x"(digits));
   return acc;

@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#if defined(BITLINE_ISA_avx2) || defined(BITLINE_ISA_avx512)
+#if defined(BITLINE_ISA_avx2) || defined(BITLINE_ISA_avx_vnni) || defined(BITLINE_ISA_avx512)
 #include <immintrin.h>
 #endif
 
@@ -44,7 +44,7 @@ inline void transpose_tile(Vec (&x)[16]) {
   for (int i = 0; i < 16; ++i) x[i] = y[i];
 }
 
-#elif defined(BITLINE_ISA_avx2)
+#elif defined(BITLINE_ISA_avx2) || defined(BITLINE_ISA_avx_vnni)
 
 constexpr int kLanes = 8;
 using Vec = __m256i;

@@ -19,8 +19,8 @@ from bitline.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ABI = 3  # bitline_abi() in csrc/isa.cpp
-LEVELS = ("portable", "avx2", "avx512", "amx")
+ABI = 4  # bitline_abi() in csrc/isa.cpp
+LEVELS = ("portable", "avx2", "avx512", "amx", "avx_vnni", "neon", "neon_i8mm")
 THREADS = (
     "none: torch's threads were not found",
     "spawned for each call: torch has no OpenMP runtime with GCC's interface",
@@ -29,7 +29,7 @@ THREADS = (
 
 # Exported functions: result type, then argument types. p: pointer, l: int64, i: int, u: uint32, d: double, s: bytes, v: void.
 SIGNATURES = {
-    "bitline_abi": "i", "bitline_isa": "i", "bitline_isa_highest": "i", "bitline_set_isa": "ii",
+    "bitline_abi": "i", "bitline_isa": "i", "bitline_isa_supported": "i", "bitline_set_isa": "ii",
     "bitline_bind_torch_threads": "is", "bitline_num_threads": "i", "bitline_empty_parallel_regions": "vll",
     "bitline_pool_loops": "llli",
     "bitline_prefault_pages": "vpl", "bitline_all_finite": "ipliu",
@@ -142,9 +142,14 @@ def isa() -> str | None:
 
 
 def isas() -> tuple[str, ...]:
-    """The ISA levels that this machine and this build support, lowest first."""
+    """The ISA levels that this machine and this build support, in LEVELS' order."""
     found = core()
-    return () if found is None else LEVELS[: found.isa_highest() + 1]
+    return () if found is None else _supported(found)
+
+
+def _supported(found: Core) -> tuple[str, ...]:
+    mask = found.isa_supported()
+    return tuple(level for i, level in enumerate(LEVELS) if mask >> i & 1)
 
 
 def use_isa(level: str) -> None:
@@ -157,8 +162,7 @@ def use_isa(level: str) -> None:
 
 def _set_isa(found: Core, level: str) -> None:
     if level not in LEVELS or found.set_isa(LEVELS.index(level)):
-        supported = ", ".join(LEVELS[: found.isa_highest() + 1])
-        raise InputError("this machine or build lacks the ISA level", found=repr(level), expected=supported,
+        raise InputError("this machine or build lacks the ISA level", found=repr(level), expected=", ".join(_supported(found)),
                          fix="set BITLINE_CPU_ISA to one of them, or not at all")  # fmt: skip
 
 
