@@ -81,6 +81,10 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
         ("cuda", COMPILED, _HOPPER),
         ("cuda", H200, "tests/gpu/test_hopper_gpu.py::test_conformance"),
     ],
+    "GluonHopperScaledMMLinearKernel": [
+        ("cuda", COMPILED, "tests/kernels/test_hopper_scaled_compile.py::test_compiles"),
+        ("cuda", H200, "tests/gpu/test_hopper_scaled_gpu.py::test_conformance"),
+    ],
     "PerTensorTorchFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
     "RowWiseTorchFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],
     "ChannelWiseTorchFP8ScaledMMLinearKernel": [("cuda", H200, _FP8)],

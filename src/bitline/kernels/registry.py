@@ -27,6 +27,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.triton.w4a16": ("TritonW4A16LinearKernel",),
     "bitline.kernels.triton.minifloat": ("TritonMinifloatLinearKernel",),
     "bitline.kernels.hopper.linear": ("GluonHopperLinearKernel",),
+    "bitline.kernels.hopper.scaled_linear": ("GluonHopperScaledMMLinearKernel",),
     "bitline.kernels.triton_fake_quant": ("TritonFakeQuantLinearKernel",),
     "bitline.kernels.triton.scaled_mm": ("TritonInt8ScaledMMLinearKernel", "TritonFp8BlockScaledMMKernel"),
     "bitline.kernels.torch.fp8": (

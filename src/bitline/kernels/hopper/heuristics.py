@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from bitline.kernels.hopper.config import MAX_FLAGS, SmallMConfig, WgmmaConfig
@@ -279,11 +280,10 @@ def _wgmma_us(config: WgmmaConfig, cost: WgmmaCost, m: int, n: int, k: int) -> f
     return us + (cost.stream_k + cost.stream_k_cta * stages_per_tile * ctas / stream_k_stages)
 
 
-@functools.lru_cache(maxsize=65536)
-def wgmma_config(m: int, n: int, k: int, sms: int) -> WgmmaConfig:
-    """The cheapest config and CTA count for x [m, k] and W [n, k] on `sms` SMs."""
+def cheapest_wgmma(costs: Mapping[WgmmaConfig, WgmmaCost], m: int, n: int, k: int, sms: int) -> tuple[float, WgmmaConfig]:
+    """(us, the cheapest config of a cost table with its CTA count) for x [m, k] and W [n, k] on `sms` SMs."""
     best, least = None, math.inf
-    for shape, cost in WGMMA_COSTS.items():
+    for shape, cost in costs.items():
         num_tiles = _num_tiles(shape, m, n)
         if num_tiles > 4096 and shape.tile_m < 128:
             continue  # large M: small tiles read x too often, which the timings do not cover
@@ -293,4 +293,10 @@ def wgmma_config(m: int, n: int, k: int, sms: int) -> WgmmaConfig:
             if us < least:
                 best, least = config, us
     assert best is not None
-    return best
+    return least, best
+
+
+@functools.lru_cache(maxsize=65536)
+def wgmma_config(m: int, n: int, k: int, sms: int) -> WgmmaConfig:
+    """The cheapest config of `wgmma_persistent`."""
+    return cheapest_wgmma(WGMMA_COSTS, m, n, k, sms)[1]

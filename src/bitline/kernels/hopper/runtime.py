@@ -19,6 +19,9 @@ def gluon() -> Any:
     from triton.runtime import driver
 
     from bitline.kernels.hopper.device.gemv_mma import gemv_mma
+    from bitline.kernels.hopper.device.quantize import quantize_x
+    from bitline.kernels.hopper.device.scaled_persistent import scaled_persistent
+    from bitline.kernels.hopper.device.scaled_small_m import scaled_small_m
     from bitline.kernels.hopper.device.small_m_pipelined import small_m_pipelined
     from bitline.kernels.hopper.device.wgmma_persistent import wgmma_persistent
 
@@ -28,7 +31,8 @@ def gluon() -> Any:
     utils = driver.active.utils
     return SimpleNamespace(
         gemv_mma=gemv_mma, small_m_pipelined=small_m_pipelined, wgmma_persistent=wgmma_persistent,
-        TensorDescriptor=TensorDescriptor,
+        quantize_x=quantize_x, scaled_small_m=scaled_small_m, scaled_persistent=scaled_persistent,
+        TensorDescriptor=TensorDescriptor, swizzle128_bytes=shared_layout(128, 8),
         swizzle128=shared_layout(128, 16), plain32=shared_layout(0, 32), plain16=shared_layout(0, 16),
         fill_tensor_map=getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor,  # renamed in Triton 3.7
         tma_dtypes=TMA_DTYPE_DEVICE_TO_HOST,
@@ -48,7 +52,13 @@ def prepare() -> None:
     found = gluon()
     triton_key()  # hashes its library, 400 MB
     make_backend(driver.active.get_current_target()).hash()  # asks ptxas for its version
-    for kernel in (found.gemv_mma, found.small_m_pipelined, found.wgmma_persistent):
+    for kernel in (
+        found.gemv_mma,
+        found.small_m_pipelined,
+        found.wgmma_persistent,
+        found.scaled_small_m,
+        found.scaled_persistent,
+    ):
         kernel.cache_key  # noqa: B018  # hashes the source of the functions that it calls
 
 

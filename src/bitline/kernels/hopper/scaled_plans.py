@@ -1,0 +1,321 @@
+"""Launches of the kernels with quantized activations, worked out once per layer and range of M."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline.kernels.hopper import runtime
+from bitline.kernels.hopper.config import WgmmaConfig
+from bitline.kernels.hopper.heuristics import stream_k_partition
+from bitline.kernels.hopper.runtime import Binary, TypedPointer, remember, tensor_map
+from bitline.kernels.hopper.scaled_config import (
+    ScaledSmallMConfig,
+    fit_scaled_stages,
+    scaled_small_m_config,
+)
+from bitline.kernels.hopper.scaled_heuristics import scaled_persistent_config
+from bitline.kernels.hopper.scaled_scheme import K_BLOCK, ScaledScheme
+from bitline.kernels.hopper.traits import wgmma_traits
+from bitline.kernels.hopper.workspace import workspace
+from bitline.types import LinearSpec
+
+Maps = tuple[Any, ...]
+
+
+class Space:
+    """Where quantized x lies: offsets in bytes of codes [rows, columns], scales float32 [groups, stride], zero points int32."""
+
+    def __init__(self, scheme: ScaledScheme, rows: int, min_stride: int, copies: int = 1) -> None:
+        self.rows, self.groups, self.stride = rows * copies, scheme.groups * copies, max(min_stride, -(-rows // 4) * 4)
+        self.scale = -(-self.rows * scheme.columns // 128) * 128
+        self.zero = self.scale + -(-self.groups * self.stride * 4 // 128) * 128
+        self.bytes = self.zero + copies * self.stride * 4
+
+    def tensors(self, scheme: ScaledScheme, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and zero points of their own, for the call that compiles."""
+        dtype = torch.float8_e4m3fn if scheme.act.fp8 else torch.int8
+        return (
+            torch.empty(self.rows, scheme.columns, dtype=dtype, device=device),
+            torch.empty(self.groups, self.stride, device=device),
+            torch.empty(self.rows * self.stride, dtype=torch.int32, device=device),
+        )
+
+
+class _ScaledPlan:
+    """What both kernels share: y, the layer's tensors as arguments, and tensor maps by address."""
+
+    kernel_name: str
+
+    def __init__(self, spec: LinearSpec, scheme: ScaledScheme, has_bias: bool) -> None:
+        self.spec, self.scheme = spec, scheme  # the spec is kept alive, so that its id is not used again
+        self.traits = scheme.with_bias(has_bias)
+        self.k8 = -(-spec.k // 8)
+        self.num_k_blocks = -(-scheme.columns // K_BLOCK)
+        self.scale_columns = spec.grid[1]
+        self.empty = runtime.fast_empty()
+        self.binary: Binary | None = None
+        self.constants: tuple[Any, ...] = ()
+        self.maps: dict[Any, Maps] = {}
+
+    def find_binary(self, device: int) -> Binary | None:
+        """The binary, or None before the first call."""
+        if self.binary is None:
+            self.binary = runtime.binaries.get((self.kernel_name, self.constants, device))
+        return self.binary
+
+    def new_y(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """An uninitialized y."""
+        y: Tensor = self.empty(shape, (shape[1], 1), x.dtype) if self.empty else x.new_empty(shape)
+        return y
+
+    def weight_map(self, weight: Tensor, map_format: tuple[Any, ...]) -> Maps:
+        """The launcher's arguments for W, shared by all M."""
+        assert self.binary is not None
+        maps, key = self.binary.weight_maps, (weight.data_ptr(), weight.shape[0])
+        return maps.get(key) or remember(maps, key, tensor_map(*key, K_BLOCK, map_format))
+
+
+class ScaledSmallMPlan(_ScaledPlan):
+    """A launch of `scaled_small_m`, for M of 1, or up to 8, 16, 32 or 64."""
+
+    kernel_name = "scaled_small_m"
+
+    def __init__(
+        self, spec: LinearSpec, scheme: ScaledScheme, m: int, has_bias: bool, sms: int, config: ScaledSmallMConfig | None = None
+    ) -> None:
+        super().__init__(spec, scheme, has_bias)
+        c = self.config = config or scaled_small_m_config(m, spec.n, spec.k, sms)
+        self.num_tiles = -(-spec.n // c.rows)
+        self.num_ctas = min(sms, self.num_tiles)
+        self.space = Space(scheme, c.tile_m, c.scale_box, self.num_ctas if c.private else 1)
+        self.workspace_size = -(-self.space.bytes // 4)
+        self.act = scheme.act._replace(columns=scheme.act.at_once) if c.private else scheme.act
+        self.constants = (self.traits, self.act, c)
+        self.options = {"num_warps": 4, "launch_pdl": True}
+
+    def sizes(self, m: int) -> tuple[Any, ...]:
+        """The scalar arguments of x [m, K]."""
+        s = self.scheme
+        parts = s.parts(m, 1 if self.config.private else self.num_ctas, self.act.columns)
+        units = m * parts
+        return (
+            m, self.spec.n, self.k8, s.columns // 16, self.num_k_blocks, self.num_tiles, self.num_ctas, min(units, self.num_ctas),
+            units, parts, s.groups, s.limit, self.space.stride, s.block_rows, s.row_offset, self.scale_columns,
+        )  # fmt: skip
+
+    def x_maps(self, address: int) -> Maps:
+        """The launcher's arguments for codes and scales of x in a workspace."""
+        found = self.maps.get(address)
+        if found is None:
+            assert self.binary is not None
+            space, s = self.space, self.scheme
+            found = tensor_map(address, space.rows, s.columns, self.binary.map_formats[0])
+            if self.traits.scaled_in_groups:
+                found = (*found, *tensor_map(address + space.scale, space.groups, space.stride, self.binary.map_formats[1]))
+            else:
+                found = (*found, 0)
+            found = remember(self.maps, address, found)
+        return found
+
+    def prepare(self, m: int, packed: Sequence[Tensor], bias: Tensor | None) -> tuple[Any, ...]:
+        """The arguments of a launch that depend on neither x, y nor the workspace: the weight's map, and all after the flags."""
+        weight, scale, colsum, static_scale, static_zero = packed
+        assert self.binary is not None
+        pointers = (
+            static_scale.data_ptr(), static_zero.data_ptr(), scale.data_ptr(), colsum.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+        )  # fmt: skip
+        return self.weight_map(weight, self.binary.map_formats[-1]), (*pointers, *self.sizes(m), *self.constants)
+
+    def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
+        """Launch."""
+        weight_map, tail = prepared
+        space, flags = workspace(x, self.workspace_size, stream)
+        base = space if isinstance(space, int) else space.data_ptr()
+        binary, at = self.binary, self.space
+        assert binary is not None
+        binary(
+            self.num_ctas, stream,
+            (*self.x_maps(base), *weight_map, x.data_ptr(), y.data_ptr(), base, base + at.scale, base + at.zero, flags, *tail),
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """y [M, N]; x [M, 8 * k8], aligned to 16 bytes."""
+        m = x.shape[0]
+        y = self.new_y(x, (m, self.spec.n))
+        stream = runtime.raw_stream(x.get_device())
+        if self.find_binary(x.get_device()) is None:
+            self._compile(x, packed, bias, y, stream)
+        else:
+            self.run(x, self.prepare(m, packed, bias), y, stream)
+        return y
+
+    def _compile(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, stream: int) -> None:
+        """Compile, and run for this call."""
+        gluon, c = runtime.gluon(), self.config
+        codes, x_scales, x_zeros = self.space.tensors(self.scheme, x.device)
+        flags = workspace(x, self.workspace_size, stream)[1]
+        weight, scale, colsum, static_scale, static_zero = packed
+        descriptor = gluon.TensorDescriptor.from_tensor
+        args = (
+            descriptor(codes, [c.tile_m, 128], gluon.swizzle128_bytes),
+            descriptor(x_scales, [1, c.scale_box], gluon.plain32) if self.traits.scaled_in_groups else colsum,
+            descriptor(weight, [c.box_rows, 128], gluon.swizzle128_bytes), x, y, TypedPointer(codes, "i8"), x_scales, x_zeros,
+            TypedPointer(flags, "i32"), static_scale, TypedPointer(static_zero, "i32"), scale, TypedPointer(colsum, "i32"),
+            x if bias is None else bias, *self.sizes(x.shape[0]),
+        )  # fmt: skip
+        key = (self.kernel_name, self.constants, x.get_device())
+        runtime.binaries[key] = runtime.compile_and_run(
+            gluon.scaled_small_m, self.num_ctas, args, self.constants, self.options
+        )  # fmt: skip
+
+
+class QuantizePlan:
+    """A launch of `quantize_x`, for one M."""
+
+    def __init__(self, scheme: ScaledScheme, m: int, k8: int, space: Space) -> None:
+        parts = scheme.parts(m, 1)
+        self.scheme, self.space, self.units = scheme, space, m * parts
+        self.sizes = (parts, k8, scheme.columns // 16, space.stride, scheme.limit)
+        token = scheme.act.granularity == "token"
+        self.constants = (scheme.act._replace(columns=scheme.act.at_once) if token else scheme.act,)
+        self.binary: Binary | None = None
+
+    def __call__(self, x: Tensor, base: int, static_scale: Tensor, static_zero: Tensor, stream: int) -> None:
+        """Quantize x into the space at an address."""
+        key = ("quantize_x", self.constants, x.dtype, x.get_device())
+        binary = self.binary or runtime.binaries.get(key)
+        at = self.space
+        if binary is None:
+            args = (
+                x, TypedPointer(base, "i8"), TypedPointer(base + at.scale, "fp32"), TypedPointer(base + at.zero, "i32"),
+                static_scale, TypedPointer(static_zero, "i32"), *self.sizes,
+            )  # fmt: skip
+            runtime.binaries[key] = runtime.compile_and_run(
+                runtime.gluon().quantize_x, self.units, args, self.constants, {"num_warps": 4, "launch_pdl": True}
+            )
+            return
+        self.binary = binary
+        pointers = (x.data_ptr(), base, base + at.scale, base + at.zero, static_scale.data_ptr(), static_zero.data_ptr())
+        binary(self.units, stream, (*pointers, *self.sizes, *self.constants))
+
+
+class ScaledPersistentPlan(_ScaledPlan):
+    """Launches of `quantize_x` and `scaled_persistent`, for one M."""
+
+    kernel_name = "scaled_persistent"
+
+    def __init__(
+        self, spec: LinearSpec, scheme: ScaledScheme, m: int, has_bias: bool, sms: int, config: WgmmaConfig | None = None
+    ) -> None:
+        super().__init__(spec, scheme, has_bias)
+        c = self.config = fit_scaled_stages(
+            config or scaled_persistent_config(m, spec.n, spec.k, scheme, sms), scheme.traits.scaled_in_groups
+        )
+        self.space = Space(scheme, m, 4)
+        self.quantize = QuantizePlan(scheme, m, self.k8, self.space)
+        tiles_m, tiles_n = -(-m // c.cta_m), -(-spec.n // (64 * c.n64_per_cta))
+        ctas, whole_tiles, stream_k_stages = stream_k_partition(tiles_m * tiles_n, self.num_k_blocks, c.num_ctas)
+        self.num_ctas = ctas
+        self.workspace_size = ctas * c.n64_per_cta * 64 * c.cta_m if stream_k_stages else 0
+        self.sizes = (
+            m, spec.n, scheme.block_rows, scheme.row_offset, self.scale_columns, self.num_k_blocks, tiles_m, tiles_n, ctas,
+            whole_tiles, stream_k_stages,
+        )  # fmt: skip
+        self.constants = (self.traits, wgmma_traits(c, 0))
+        self.tail = (*self.sizes, *self.constants)
+        self.options = {"num_warps": 4, "launch_pdl": True}
+        self.y_shape = (m, -(-spec.n // 8) * 8)
+
+    def x_maps(self, address: int) -> Maps:
+        """The launcher's arguments for codes and scales of x at an address."""
+        found = self.maps.get(address)
+        if found is None:
+            assert self.binary is not None
+            formats, space, s, extra = list(self.binary.map_formats), self.space, self.scheme, self.config.tile_m_extra
+            parts: list[Any] = []
+            for present in (True, extra > 0):
+                parts += tensor_map(address, space.rows, s.columns, formats.pop(0)) if present else (0,)
+            for present in (self.traits.scaled_in_groups, self.traits.scaled_in_groups and extra > 0):
+                parts += tensor_map(address + space.scale, space.groups, space.stride, formats.pop(0)) if present else (0,)
+            found = remember(self.maps, address, tuple(parts))
+        return found
+
+    def y_maps(self, address: int) -> Maps:
+        """The launcher's arguments for y at an address."""
+        found = self.maps.get(-address)
+        if found is None:
+            assert self.binary is not None
+            extra = self.config.tile_m_extra
+            formats = self.binary.map_formats[-2:] if extra else self.binary.map_formats[-1:]
+            parts = tensor_map(address, *self.y_shape, formats[0])
+            parts = (*parts, *(tensor_map(address, *self.y_shape, formats[1]) if extra else (0,)))
+            found = remember(self.maps, -address, parts)
+        return found
+
+    def prepare(self, _m: int, packed: Sequence[Tensor], bias: Tensor | None) -> tuple[Any, ...]:
+        """The arguments of the launches that depend on neither x, y nor the workspace."""
+        weight, scale, colsum, static_scale, static_zero = packed
+        assert self.binary is not None
+        weight_format = self.binary.map_formats[-3 if self.config.tile_m_extra else -2]
+        pointers = (scale.data_ptr(), colsum.data_ptr(), 0 if bias is None else bias.data_ptr())
+        return self.weight_map(weight, weight_format), (*pointers, *self.tail), static_scale, static_zero
+
+    def _quantize(self, x: Tensor, static_scale: Tensor, static_zero: Tensor, stream: int) -> Tensor:
+        """Memory with the quantized x."""
+        size = self.space.bytes
+        space: Tensor = self.empty((size,), (1,), torch.uint8) if self.empty else x.new_empty(size, dtype=torch.uint8)
+        self.quantize(x, space.data_ptr(), static_scale, static_zero, stream)
+        return space
+
+    def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
+        """Launch both kernels."""
+        weight_map, tail, static_scale, static_zero = prepared
+        space = self._quantize(x, static_scale, static_zero, stream)
+        base = space.data_ptr()
+        partials, flags = workspace(x, self.workspace_size, stream) if self.workspace_size else (0, 0)
+        binary, at = self.binary, self.space
+        assert binary is not None
+        maps = (*self.x_maps(base), *weight_map, *self.y_maps(y.data_ptr()))
+        binary(self.num_ctas, stream, (*maps, partials, flags, base + at.scale, base + at.zero, *tail))
+
+    def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """y [M, N]; x [M, 8 * k8], aligned to 16 bytes."""
+        y = self.new_y(x, self.y_shape)
+        stream = runtime.raw_stream(x.get_device())
+        if self.find_binary(x.get_device()) is None:
+            space = self._quantize(x, packed[3], packed[4], stream)
+            partials, flags = workspace(x, self.workspace_size, stream) if self.workspace_size else (0, 0)
+            self._compile(space, packed, bias, y, partials, flags)
+        else:
+            self.run(x, self.prepare(x.shape[0], packed, bias), y, stream)
+        return y if self.y_shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
+
+    def _compile(
+        self, space: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, partials: Any, flags: Any
+    ) -> None:
+        """Compile, and run for this call."""
+        gluon, c, s, at = runtime.gluon(), self.config, self.scheme, self.space
+        weight, scale, colsum, _static_scale, _static_zero = packed
+        codes = space[: at.rows * s.columns].view(weight.dtype).view(at.rows, s.columns)
+        x_scales = space[at.scale : at.scale + s.groups * at.stride * 4].view(torch.float32).view(s.groups, at.stride)
+        descriptor, extra, grouped = gluon.TensorDescriptor.from_tensor, c.tile_m_extra, self.traits.scaled_in_groups
+        args = (
+            descriptor(codes, [c.tile_m, 128], gluon.swizzle128_bytes),
+            descriptor(codes, [extra, 128], gluon.swizzle128_bytes) if extra else scale,
+            descriptor(x_scales, [1, c.tile_m], gluon.plain32) if grouped else scale,
+            descriptor(x_scales, [1, extra], gluon.plain32) if grouped and extra else scale,
+            descriptor(weight, [64, 128], gluon.swizzle128_bytes),
+            descriptor(y, [c.tile_m, 64], gluon.swizzle128), descriptor(y, [extra, 64], gluon.swizzle128) if extra else scale,
+            TypedPointer(partials, "fp32"), TypedPointer(flags, "i32"), TypedPointer(space.data_ptr() + at.scale, "fp32"),
+            TypedPointer(space.data_ptr() + at.zero, "i32"), scale, TypedPointer(colsum, "i32"), y if bias is None else bias,
+            *self.sizes,
+        )  # fmt: skip
+        key = (self.kernel_name, self.constants, y.get_device())
+        runtime.binaries[key] = runtime.compile_and_run(
+            gluon.scaled_persistent, self.num_ctas, args, self.constants, self.options
+        )
