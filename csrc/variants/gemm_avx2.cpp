@@ -241,16 +241,6 @@ bool codes_as_integers(const GemmCall& c, SlicedCall& s) {
   return w.is_integer || (w.bits == 4 && table_as_integers(reinterpret_cast<const float*>(c.base + w.lut_f32), s));
 }
 
-// Whether fixed-point numbers hold x as well as float32 accumulators hold its products: x is finite, and not so small that
-// units would be subnormal.
-bool has_fixed_point_range(const GemmCall& c) {
-  float low, high;
-  if (c.w->act_quant != kActNone) return true;
-  if (!min_max(c.x, c.m * c.w->k, c.dtype, &low, &high)) return false;
-  const float largest = -low > high ? -low : high;
-  return largest == 0 || largest > 0x1p-32f;
-}
-
 // Digits of x: 14 bits and the sign below the largest element of a group for bfloat16, of which codes of 8 bits take three, 22
 // bits for float16, 30 for float32. int8 activations are one digit, or two where digits have 7 bits.
 int slice_count(const GemmCall& c, bool int8) {
@@ -264,7 +254,7 @@ bool plan_slices(GemmCall& c) {
   const PackedHeader& w = *c.w;
   const bool int8 = w.act_quant == kActInt8 && w.is_integer && (w.bits == 4 || w.bits == 8);
   if (w.batch_invariant || (!int8 && c.m > kMaxSlicesM) || !codes_as_integers(c, c.slices)) return false;
-  if (!int8 && !has_fixed_point_range(c)) return false;
+  if (!int8 && w.act_quant == kActNone && !has_fixed_point_range(c.x, c.m * w.k, c.dtype)) return false;
   c.slices.count = slice_count(c, int8), c.slices.x_is_int8 = int8;
   c.strategy = kInt8Slices, c.row_int32 = w.k_packed / 4 * c.slices.count;
   return true;

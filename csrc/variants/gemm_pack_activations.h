@@ -2,7 +2,11 @@
 // type, and the rows of an M tile interleaved (the packed A of a BLAS GEMM).
 #pragma once
 
+#ifdef __aarch64__
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 #include <string.h>
 
 #include "gemm.h"
@@ -12,7 +16,7 @@
 namespace bitline::BITLINE_ISA {
 namespace {
 
-typedef float F32x16 __attribute__((vector_size(64)));
+typedef float F32xLanes __attribute__((vector_size(4 * kLanes)));
 
 uint32_t bits_of(float v) {
   uint32_t b;
@@ -25,6 +29,39 @@ float from_bits(uint32_t b) {
   return v;
 }
 
+#ifdef __aarch64__
+void f16_to_f32(const uint16_t* h, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) vst1q_f32(out + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h + i))));
+  for (; i < n; ++i) {
+    __fp16 half;
+    memcpy(&half, h + i, 2);
+    out[i] = half;
+  }
+}
+// 16 integers in the order of `order`.
+void store_int8(const float* v, const uint8_t* order, int8_t* out) {
+  const auto load8 = [&](int64_t j) {
+    return vmovn_high_s32(vmovn_s32(vcvtq_s32_f32(vld1q_f32(v + j))), vcvtq_s32_f32(vld1q_f32(v + j + 4)));
+  };
+  vst1q_s8(out, vqtbl1q_s8(vmovn_high_s16(vmovn_s16(load8(0)), load8(8)), vld1q_u8(order)));
+}
+#else
+void f16_to_f32(const uint16_t* h, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(h + i))));
+  for (; i < n; ++i) out[i] = _cvtsh_ss(h[i]);
+}
+// 16 integers in the order of `order`.
+void store_int8(const float* v, const uint8_t* order, int8_t* out) {
+  const auto load4 = [&](int64_t j) { return _mm_cvttps_epi32(_mm_loadu_ps(v + j)); };
+  const __m128i b = _mm_packs_epi16(_mm_packs_epi32(load4(0), load4(4)), _mm_packs_epi32(load4(8), load4(12)));
+  const __m128i shuffle = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_shuffle_epi8(b, shuffle));
+}
+#endif
+
 // n numbers of x to float32.
 void convert_to_f32(const void* x, int64_t n, Dtype dtype, float* out) {
   if (dtype == kFloat32) {
@@ -36,19 +73,16 @@ void convert_to_f32(const void* x, int64_t n, Dtype dtype, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = from_bits(uint32_t(h[i]) << 16);
     return;
   }
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8)
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(h + i))));
-  for (; i < n; ++i) out[i] = _cvtsh_ss(h[i]);
+  f16_to_f32(h, n, out);
 }
 
 // Minimum and maximum; false where some number is not finite (x - x is 0 for finite x only).
 bool min_max_f32(const float* v, int64_t n, float* low, float* high) {
-  F32x16 l = F32x16{} + v[0], h = l, non_finite{};
-  const auto update = [&](const F32x16& x) { l = x < l ? x : l, h = x > h ? x : h, non_finite += x - x; };
+  F32xLanes l = F32xLanes{} + v[0], h = l, non_finite{};
+  const auto update = [&](const F32xLanes& x) { l = x < l ? x : l, h = x > h ? x : h, non_finite += x - x; };
   int64_t i = 0;
-  F32x16 x = l;
-  for (; i + 16 <= n; i += 16) {
+  F32xLanes x = l;
+  for (; i + kLanes <= n; i += kLanes) {
     memcpy(&x, v + i, sizeof x);
     update(x);
   }
@@ -56,7 +90,7 @@ bool min_max_f32(const float* v, int64_t n, float* low, float* high) {
   update(x);
   float bad = 0;
   *low = l[0], *high = h[0];
-  for (int j = 0; j < 16; ++j) *low = l[j] < *low ? l[j] : *low, *high = h[j] > *high ? h[j] : *high, bad += non_finite[j];
+  for (int j = 0; j < kLanes; ++j) *low = l[j] < *low ? l[j] : *low, *high = h[j] > *high ? h[j] : *high, bad += non_finite[j];
   return bad == 0;
 }
 
@@ -117,14 +151,9 @@ void convert_to_compute_type(ComputeType compute, const PackedHeader& w, const f
     // 6 3 7 in the high nibbles of 4-bit codes.
     static constexpr uint8_t order[2][16] = {{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
                                              {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15}};
-    const __m128i shuffle = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order[w.bits == 8]));
     int8_t* bytes = reinterpret_cast<int8_t*>(out);
     int64_t i = 0;
-    const auto load4 = [&](int64_t j) { return _mm_cvttps_epi32(_mm_loadu_ps(v + i + j)); };
-    for (; i + 16 <= n; i += 16) {
-      const __m128i b = _mm_packs_epi16(_mm_packs_epi32(load4(0), load4(4)), _mm_packs_epi32(load4(8), load4(12)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), _mm_shuffle_epi8(b, shuffle));
-    }
+    for (; i + 16 <= n; i += 16) store_int8(v + i, order[w.bits == 8], bytes + i);
     for (int64_t j = 0; i + j < n; ++j) bytes[i + j] = int8_t(int(v[i + order[w.bits == 8][j]]));
   }
 }

@@ -1,6 +1,11 @@
 // Activations as int8 slices: the operand of gemm_int8_slices.h.
 #pragma once
 
+#ifdef __SSSE3__
+#include <immintrin.h>
+#endif
+#include <string.h>
+
 #include "gemm.h"
 #include "variants/gemm_slice_layout.h"
 
@@ -35,17 +40,35 @@ FixedPoint fixed_point(float largest, int bits) {
   return {power(bits - exponent), power(exponent - bits)};
 }
 
+// The bits of the largest absolute value; of integers the compiler makes vectors.
+template <class Bits> Bits largest_bits(const Bits* v, int64_t n) {
+  constexpr Bits magnitude = Bits(~Bits{}) >> 1;
+  Bits most = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const Bits b = v[i] & magnitude;
+    most = b > most ? b : most;
+  }
+  return most;
+}
+
 // The largest absolute value of n finite numbers.
 float largest_of(const float* v, int64_t n) {
-  float most[16] = {};
-  for (int64_t i = 0; i + 16 <= n; i += 16)
-    for (int j = 0; j < 16; ++j) {
-      const float a = __builtin_fabsf(v[i + j]);
-      most[j] = a > most[j] ? a : most[j];
-    }
-  for (int64_t i = n / 16 * 16; i < n; ++i) most[0] = __builtin_fabsf(v[i]) > most[0] ? __builtin_fabsf(v[i]) : most[0];
-  for (int j = 1; j < 16; ++j) most[0] = most[j] > most[0] ? most[j] : most[0];
-  return most[0];
+  typedef uint32_t __attribute__((may_alias)) Bits;
+  const uint32_t b = largest_bits<Bits>(reinterpret_cast<const Bits*>(v), n);
+  float f;
+  memcpy(&f, &b, 4);
+  return f;
+}
+
+// Whether fixed-point numbers hold x as well as float32 accumulators hold its products: x is finite, and not so small that
+// units would be subnormal.
+[[maybe_unused]] bool has_fixed_point_range(const void* x, int64_t n, Dtype dtype) {
+  if (dtype == kFloat32) {
+    const float largest = largest_of(static_cast<const float*>(x), n);
+    return largest == 0 || (largest > 0x1p-32f && largest < __builtin_inff());  // false for NaN too
+  }
+  const uint32_t most = largest_bits(static_cast<const uint16_t*>(x), n);
+  return dtype == kFloat16 ? most < 0x7c00 : most == 0 || (most > 0x2f80 && most < 0x7f80);  // 2**-32 and infinity
 }
 
 constexpr int kSliceChunk = 128;  // columns split at a time; a multiple of every K block
@@ -70,13 +93,38 @@ void split_chunk(const float* v, int64_t n, float multiplier, int count, int bit
 template <int BITS> void order_chunk(const int8_t (*digits)[kSliceChunk], int64_t n, int count, uint32_t* out) {
   static constexpr ByteOrder<BITS> order = make_byte_order<BITS>();
   constexpr int columns = k_block_of(BITS);
-  for (int s = 0; s < count; ++s)
-    for (int64_t i = 0; i < n; i += columns)
-      for (int j = 0; j < columns / 4; ++j) {
+  int64_t i = 0;
+#ifdef __SSSE3__
+  if constexpr (16 % columns == 0) {
+    alignas(16) uint8_t within[16];  // of 16 columns
+    for (int j = 0; j < 16; ++j) within[j] = uint8_t(j / columns * columns + order.column[j % columns]);
+    const __m128i shuffle = _mm_load_si128(reinterpret_cast<const __m128i*>(within));
+    const auto load16 = [&](int s) {
+      return _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(digits[s] + i)), shuffle);
+    };
+    for (; i + 16 <= n; i += 16, out += 4 * count) {
+      int s = 0;
+      if (count == 2) {
+        const __m128i d0 = load16(0), d1 = load16(1);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_unpacklo_epi32(d0, d1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 4), _mm_unpackhi_epi32(d0, d1));
+        s = 2;
+      }
+      for (; s < count; ++s) {
+        uint32_t four[4];
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(four), load16(s));
+        for (int j = 0; j < 4; ++j) out[j * count + s] = four[j];
+      }
+    }
+  }
+#endif
+  for (; i < n; i += columns)
+    for (int j = 0; j < columns / 4; ++j, out += count)
+      for (int s = 0; s < count; ++s) {
         const int8_t* from = digits[s] + i;
         const uint8_t* at = order.column + 4 * j;
         const int8_t four[4] = {from[at[0]], from[at[1]], from[at[2]], from[at[3]]};
-        memcpy(out + (i / 4 + j) * count + s, four, 4);
+        memcpy(out + s, four, 4);
       }
 }
 
