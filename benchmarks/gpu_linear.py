@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_linear.py [--shapes 4096x4096,…] [--m 1,16,…] [--out results.json]
     python benchmarks/gpu_linear.py --kernel GluonHopperLinearKernel --schemes "W4A16 g128,MXFP4A16" --sustained …
+    python benchmarks/gpu_linear.py --kernel GluonHopperScaledMMLinearKernel --schemes FP8_DYNAMIC,W8A8 --product --sustained …
     python benchmarks/gpu_linear.py --catalogue   all other kernels that run on this GPU, at --shapes and --m
 
 A time is the median of CUDA-graph replays over at least 300 MB of copies of the layer, so that weights come from DRAM. Under
@@ -194,16 +195,43 @@ def humming(n: int, k: int, scheme: str):
     return lambda x: [lambda layer=layer: layer(x) for layer in layers]
 
 
+def torch_product(scheme: str, n: int, k: int):
+    """torch's product of codes alone, without quantizing x: row-wise scaled, scaled in blocks, or int8 without scales."""
+    kind = torch.int8 if scheme == "W8A8" else torch.float8_e4m3fn
+    w = torch.randint(-100, 100, (n, k), device="cuda", dtype=torch.int8).view(kind) if kind == torch.int8 else None
+    w = torch.randn(n, k, device="cuda").to(kind) if w is None else w
+    ws = [w.clone() for _ in range(copies(w.nbytes))]
+    one = torch.ones(1, device="cuda")
+
+    def calls(x):
+        rows = max(x.shape[0], 32 if scheme == "W8A8" else 16)
+        a = torch.randn(rows, k, device="cuda").mul(20).to(kind)
+        if scheme == "W8A8":
+            return [lambda w=w: torch._int_mm(a, w.t()) for w in ws]
+        if scheme == "FP8":
+            return [lambda w=w: torch._scaled_mm(a, w.t(), one, one, out_dtype=x.dtype) for w in ws]
+        if scheme == "FP8_BLOCK":
+            by_token = torch.ones(k // 128, rows, device="cuda").t()
+            by_row = torch.ones(n // 128, k // 128, device="cuda").t()
+        else:
+            by_token, by_row = torch.ones(rows, 1, device="cuda"), torch.ones(1, n, device="cuda")
+        return [lambda w=w: torch._scaled_mm(a, w.t(), by_token, by_row, out_dtype=x.dtype) for w in ws]
+
+    return calls
+
+
 def limit_us(spec: LinearSpec, m: int) -> float:
     io = spec.weight_bytes() + m * (spec.n + spec.k) * 2
     return 1e6 * max(io / READ + RAMP, 2 * m * spec.n * spec.k / RATE["fp8" if spec.act else "bf16"])
 
 
-def measure(scheme: str, name: str, n: int, k: int, batches: list[int], peers: bool, sustained: bool = False) -> list[dict]:
+def measure(
+    scheme: str, name: str, n: int, k: int, batches: list[int], peers: bool, sustained: bool = False, product: bool = False
+) -> list[dict]:  # fmt: skip
     spec = spec_of(scheme, n, k)
     weight = fill(spec)
     kernel, packs, make = ours(name, weight)
-    others = {"cuBLAS bf16": cublas(n, k)} if peers else {}
+    others = {"cuBLAS bf16": cublas(n, k)} if peers else {"torch product": torch_product(scheme, n, k)} if product else {}
     if peers and scheme in HUMMING:
         try:
             others["humming"] = humming(n, k, scheme)
@@ -294,6 +322,7 @@ def main() -> None:
         "--seconds", type=float, default=600, help="start no kernel of --catalogue, or shape of --kernel, after this time"
     )
     options.add_argument("--alone", action="store_true", help="time --kernel without cuBLAS and humming")
+    options.add_argument("--product", action="store_true", help="time --kernel with torch's product of codes alone beside it")
     options.add_argument("--out", default="benchmarks/results/h200_triton_w4a16.json")
     chosen = options.parse_args()
     batches = [int(m) for m in chosen.m.split(",")]
@@ -305,7 +334,8 @@ def main() -> None:
         for scheme, shape in itertools.product(chosen.schemes.split(","), chosen.shapes.split(",")):
             if time.perf_counter() < end:
                 n, k = map(int, shape.split("x"))
-                found += measure(scheme, chosen.kernel, n, k, batches, not chosen.alone, chosen.sustained)
+                peers = not chosen.alone and not chosen.product
+                found += measure(scheme, chosen.kernel, n, k, batches, peers, chosen.sustained, chosen.product)
                 Path(chosen.out).write_text(json.dumps({"machine": machine("cuda"), "results": found}, indent=1) + "\n")
         return
     triton, row_wise = "TritonW4A16LinearKernel", "RowWiseTorchFP8ScaledMMLinearKernel"

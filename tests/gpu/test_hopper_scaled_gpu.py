@@ -74,13 +74,14 @@ def test_layers_of_several_shapes(m, spec):
 @pytest.mark.parametrize("spec", [FP8, BLOCKS, BLOCKS.replace(block_offset=(40, 0)), INT8], ids=lambda s: s.key)
 def test_every_persistent_config_with_whole_and_stream_k_tiles(config, spec, pingpong):
     shaped = spec.replace(n=1024, k=2048, block=spec.block if spec.block[0] > 1 else (1, 2048))
+    scheme = scaled_scheme(shaped)
     for make, given, judge in PAIRS:
         weight = make(shaped, 3, "cuda")
         tensors = packed(weight)
         for m, num_ctas in itertools.product((65, 321), (1, 5, 48, 132)):
             x = given(m, shaped, m, "cuda")
             given_config = config._replace(num_ctas=num_ctas, pingpong=pingpong)
-            plan = ScaledPersistentPlan(shaped, scaled_scheme(shaped), m, False, 132, given_config)
+            plan = ScaledPersistentPlan(shaped, scheme, m, False, 132, given_config)
             for _ in range(2):  # the first call compiles
                 judge(plan(x, tensors, None), x, weight)
 
@@ -118,13 +119,16 @@ def test_codes_and_scales_are_those_of_the_definition(spec, k):
     x[3] = 0
     static_scale = torch.full((1,), 0.013, device="cuda")
     static_zero = torch.full((1,), 5, dtype=torch.int32, device="cuda")
-    plan = QuantizePlan(scheme, m, x.shape[1] // 8, Space(scheme, m, 4))
+    plan = QuantizePlan(scheme, m, x.shape[1] // 8, Space(scheme, m, 16))
     for _ in range(2):
         space = torch.full((plan.space.bytes,), 0x5A, dtype=torch.uint8, device="cuda")
         plan(x, space.data_ptr(), static_scale, static_zero, runtime.raw_stream(0))
     at = plan.space
     codes = space[: m * scheme.columns].view(m, scheme.columns)[:, :k]
-    scales = space[at.scale : at.scale + 4 * at.groups * at.stride].view(torch.float32).view(at.groups, at.stride)[:, :m]
+    scales = space[at.scale : at.scale + 4 * at.groups * at.stride].view(torch.float32).view(at.groups, at.stride)
+    if act.granularity == "group":  # each 16 rows are in the order of accumulators
+        scales = scales.view(at.groups, -1, 4, 2, 2).transpose(2, 3).flatten(1)
+    scales = scales[:, :m]
     if act.granularity == "group" and act.scale == "float":
         padded = torch.nn.functional.pad(x, (0, -x.shape[1] % act.group_size))
         want, want_scale, _ = quantize_groups(padded, act)

@@ -31,7 +31,6 @@ def test_compiles(step, tmp_path):
         if "loop" not in kernel:
             continue  # Triton's package has no disassembler here
         assert kernel["mmas"] >= 4, kernel
-        widest_in_groups = "blocks" in kernel["label"] and kernel["kernel"] == "scaled_persistent"
-        assert kernel["spills"] <= (2 if widest_in_groups else 0), f"{kernel['label']} spills in its main loop"
+        assert kernel["spills"] == 0, f"{kernel['label']} spills in its main loop"
         if kernel["kernel"] == "scaled_persistent":  # an addition per accumulator, or two instructions, and little else
             assert kernel["loop"] <= kernel["mmas"] // 4 * (kernel["tile_m"] + 60), kernel

@@ -30,7 +30,7 @@ class Space:
     """Where quantized x lies: offsets in bytes of codes [rows, columns], scales float32 [groups, stride], zero points int32."""
 
     def __init__(self, scheme: ScaledScheme, rows: int, min_stride: int, copies: int = 1) -> None:
-        self.rows, self.groups, self.stride = rows * copies, scheme.groups * copies, max(min_stride, -(-rows // 4) * 4)
+        self.rows, self.groups, self.stride = rows * copies, scheme.groups * copies, max(min_stride, -(-rows // 16) * 16)
         self.scale = -(-self.rows * scheme.columns // 128) * 128
         self.zero = self.scale + -(-self.groups * self.stride * 4 // 128) * 128
         self.bytes = self.zero + copies * self.stride * 4
@@ -182,7 +182,8 @@ class QuantizePlan:
         self.scheme, self.space, self.units = scheme, space, m * parts
         self.sizes = (parts, k8, scheme.columns // 16, space.stride, scheme.limit)
         token = scheme.act.granularity == "token"
-        self.constants = (scheme.act._replace(columns=scheme.act.at_once) if token else scheme.act,)
+        columns = scheme.act.at_once if token else scheme.act.columns
+        self.constants = (scheme.act._replace(columns=columns, fragment_order=True),)
         self.binary: Binary | None = None
 
     def __call__(self, x: Tensor, base: int, static_scale: Tensor, static_zero: Tensor, stream: int) -> None:
@@ -216,7 +217,7 @@ class ScaledPersistentPlan(_ScaledPlan):
         c = self.config = fit_scaled_stages(
             config or scaled_persistent_config(m, spec.n, spec.k, scheme, sms), scheme.traits.scaled_in_groups
         )
-        self.space = Space(scheme, m, 4)
+        self.space = Space(scheme, m, 16)
         self.quantize = QuantizePlan(scheme, m, self.k8, self.space)
         tiles_m, tiles_n = -(-m // c.cta_m), -(-spec.n // (64 * c.n64_per_cta))
         ctas, whole_tiles, stream_k_stages = stream_k_partition(tiles_m * tiles_n, self.num_k_blocks, c.num_ctas)

@@ -20,6 +20,7 @@ class ActTraits(NamedTuple):
 
     fp8: codes are E4M3, else int8. granularity: "token", "tensor" (static) or "group". max_code: what amax is divided by.
     columns: of a row that are quantized together. at_once: whose loads are in flight together, for a token's scale.
+    fragment_order: of the scales in groups, see `device.quantize.scale_position`.
     """
 
     fp8: bool
@@ -31,6 +32,7 @@ class ActTraits(NamedTuple):
     min_scale: float
     columns: int = COLUMNS
     at_once: int = WIDE_COLUMNS
+    fragment_order: bool = False
 
 
 class ScaledTraits(NamedTuple):

@@ -127,6 +127,16 @@ def quantize_static(x_ptr, space, row, chunk, K, static, act: gl.constexpr):
 
 
 @gluon.jit
+def scale_position(row, act: gl.constexpr):
+    """Where a row's scale lies in its group. With act.fragment_order each 16 rows are sorted so that a thread's four of a wgmma
+    accumulator's columns, 2*q and 2*q + 1 of two neighbouring 8, are 16 bytes."""
+    if act.fragment_order:
+        return (row & -16) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1)
+    else:
+        return row
+
+
+@gluon.jit
 def quantize_groups(x_ptr, space, row, chunk, K, limit, act: gl.constexpr):
     """The chunk-th act.columns columns of a row in groups of 128 columns or a multiple."""
     codes_ptr, scale_ptr, _zero_ptr, k_padded, scale_stride = space
@@ -147,7 +157,7 @@ def quantize_groups(x_ptr, space, row, chunk, K, limit, act: gl.constexpr):
         scale = gl.where(amax > 0, gl.where(exponent == -127, normal * 0.5, normal), 1.0)  # 2**-127 is subnormal
     else:
         scale = gl.maximum(gl.div_rn(gl.minimum(amax, limit), act.max_code), act.min_scale)
-    gl.store(scale_ptr + row + group * scale_stride, scale, mask=group * GROUP < k_padded)
+    gl.store(scale_ptr + scale_position(row, act) + group * scale_stride, scale, mask=group * GROUP < k_padded)
     divisor = gl.zeros_like(v) + gl.expand_dims(scale, 1)
     codes = encode(v, divisor, gl.zeros_like(v) + gl.expand_dims(gl.div_rn(gl.full_like(scale, 1.0), scale), 1), 0.0, act)
     gl.store(codes_ptr + row.to(gl.int64) * k_padded + offs, codes, mask=offs < k_padded)

@@ -98,9 +98,15 @@ def producer(x_descs, w_desc, buffers, barriers, schedule, scheme: gl.constexpr,
 
 @gluon.jit
 def load_x_scales(smem, TILE_M: gl.constexpr, MMA: gl.constexpr):
-    """Scales of the rows of x of a stage, [1, TILE_M]."""
+    """Scales of the rows of x of a stage, [1, TILE_M]; they lie in the order of `quantize.scale_position`."""
     flat = reinterpret(smem, gl.float32, [TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return gl.expand_dims(flat.load(gl.SliceLayout(0, MMA)), 0)
+    if TILE_M == 128:
+        REG: gl.constexpr = [[1], [2], [16], [32], [64]]
+    else:
+        REG: gl.constexpr = [[1], [2], [16], [32]]
+    L: gl.constexpr = gl.DistributedLinearLayout(REG, [[4], [8], [0], [0], [0]], [[0], [0]], [], [TILE_M])
+    v = gl.permute(gl.reshape(flat.load(L), [TILE_M // 16, 4, 2, 2]), [0, 2, 1, 3])
+    return gl.expand_dims(gl.convert_layout(gl.reshape(v, [TILE_M]), gl.SliceLayout(0, MMA), assert_trivial=True), 0)
 
 
 @gluon.jit
@@ -154,16 +160,14 @@ def mma_tile_fp8(
     take_turn(turn, warpgroup, cfg)
     p = warpgroup_mma(a, x.permute([1, 0]), zero, use_acc=False, is_async=True)
     pass_turn(turn, more, warpgroup, cfg)
+    p = warpgroup_mma_wait(0, deps=[p])
     if scheme.scaled_in_groups:
         scales = load_x_scales(x_scales, TILE_M, MMA)
         if scheme.one_scale_per_warpgroup:
-            scales *= by_row
-        p = warpgroup_mma_wait(0, deps=[p])
-        if not scheme.one_scale_per_warpgroup:
-            p *= by_row
-        return acc + p * scales
-    else:
-        return acc + warpgroup_mma_wait(0, deps=[p])
+            p *= scales * by_row
+        else:
+            p = p * by_row * scales
+    return acc + p
 
 
 @gluon.jit
