@@ -1,6 +1,8 @@
 """Host side of the Hopper kernels with quantized activations: schemes, packed layout, configs, launches, without a GPU."""
 
 import copy
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +202,14 @@ def test_an_input_elsewhere_is_refused():
     with pytest.raises(InputError, match="another device"):
         scaled_linear.run(torch.ones(1, 520).bfloat16(), packed, None, FP8)
     assert GluonHopperScaledMMLinearKernel.apply(torch.ones(0, 520).bfloat16(), packed, None, FP8).shape == (0, 200)
+
+
+def test_the_page_of_results_has_the_tables_of_the_results(capsys):
+    root = Path(__file__).parents[2]
+    runpy.run_path(str(root / "benchmarks" / "scaled_tables.py"), run_name="__main__")
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    written = (root / "docs" / "measured" / "h200-quantized-activations.md").read_text().splitlines()
+    assert len(printed) > 40 and not set(printed) - set(written), "copy the tables that benchmarks/scaled_tables.py prints"
 
 
 def test_buckets_of_m():
