@@ -33,4 +33,5 @@ def test_compiles(step, tmp_path):
         assert kernel["mmas"] >= 4, kernel
         assert kernel["spills"] == 0, f"{kernel['label']} spills in its main loop"
         if kernel["kernel"] == "scaled_persistent":  # an addition per accumulator, or two instructions, and little else
-            assert kernel["loop"] <= kernel["mmas"] // 4 * (kernel["tile_m"] + 60), kernel
+            by_row = "offset" in kernel["label"] or "e8m0" in kernel["label"]  # a weight scale for each row, not one for all
+            assert kernel["loop"] <= kernel["mmas"] // 4 * (kernel["tile_m"] + (70 if by_row else 60)), kernel
