@@ -8,6 +8,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace bitline {
 namespace {
@@ -51,6 +56,38 @@ uint32_t detect_levels() {
   const bool amx = has_bit(d7, 24) && has_bit(d7, 25) && has_bit(d7, 22);
   if ((xcr0 & 0x60000) != 0x60000 || !amx || !request_amx_tiles()) return levels;
   return levels | 1u << kAmx;
+}
+#elif defined(__aarch64__)
+struct ArmFeatures {
+  bool dotprod, i8mm, bf16;
+};
+#if defined(__linux__)
+// Linux reports what the CPU has in the auxiliary vector (asm/hwcap.h).
+ArmFeatures arm_features() {
+  const uint64_t hwcap = getauxval(AT_HWCAP), hwcap2 = getauxval(AT_HWCAP2);
+  const bool atomics = hwcap >> 8 & 1;  // Armv8.1's, which compilers use above Armv8.0
+  return {atomics && (hwcap >> 20 & 1), bool(hwcap2 >> 13 & 1), bool(hwcap2 >> 14 & 1)};
+}
+#elif defined(__APPLE__)
+bool has_feature(const char* name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+ArmFeatures arm_features() {
+  return {has_feature("hw.optional.arm.FEAT_DotProd"), has_feature("hw.optional.arm.FEAT_I8MM"),
+          has_feature("hw.optional.arm.FEAT_BF16")};
+}
+#else
+ArmFeatures arm_features() { return {}; }
+#endif
+
+uint32_t detect_levels() {
+  const ArmFeatures has = arm_features();
+  uint32_t levels = 1u << kPortable;
+  if (has.dotprod) levels |= 1u << kNeon;
+  if (has.dotprod && has.i8mm && has.bf16) levels |= 1u << kNeonI8mm;
+  return levels;
 }
 #else
 uint32_t detect_levels() { return 1u << kPortable; }

@@ -40,7 +40,7 @@ template <int BITS> constexpr ByteTerms<BITS> make_byte_terms() {
 
 template <int BITS> INLINE U32 unpack_bytes(const U32 (&v)[k_block_of(BITS) * BITS / 32], int j) {
   constexpr ByteTerms<BITS> terms = make_byte_terms<BITS>();
-  if constexpr (BITS == 8) return v[0];
+  if constexpr (BITS == 8) return v[0] ^ splat(code_bias(BITS) * 0x01010101u);
   U32 codes{};
   UNROLL for (int i = 0; i < terms.count[j]; ++i) {
     const ByteTerm t = terms.term[j][i];
@@ -200,10 +200,11 @@ template <int BITS, bool TABLE, int S, int MR, int V> void slices_tile(const Gem
 }
 
 template <int BITS, bool TABLE, int S> void slices_blocks_of(const GemmCall& c, int64_t first, int64_t last) {
-  constexpr int vectors = S < 3 ? 2 : 1;  // of rows of W whose sums fit the registers
+  constexpr int wide = k_block_of(BITS) > 16 ? 1 : kVectorRegisters / 16;  // long K blocks are unrolled code enough
+  constexpr int vectors = (S < 3 ? 2 : 1) * wide;                          // of rows of W whose sums fit the registers
   for (int64_t block = first; block < last; ++block)
     for (int64_t t = c.m_tile_begin; t < c.m_tile_end; ++t) {
-      if (m_tile_start(c, t + 1) - m_tile_start(c, t) == 1) slices_tile<BITS, TABLE, S, 1, 2>(c, block, t);
+      if (m_tile_start(c, t + 1) - m_tile_start(c, t) == 1) slices_tile<BITS, TABLE, S, 1, 2 * wide>(c, block, t);
       else slices_tile<BITS, TABLE, S, S == 1 ? 3 : 2, vectors>(c, block, t);
     }
 }

@@ -12,7 +12,15 @@ constexpr bool kWideDot = false;  // vpmaddubsw sums two products in 16 bits
 constexpr bool kWideDot = true;
 #endif
 
+#ifdef BITLINE_ISA_neon
+constexpr bool kSignedDot = true;  // sdot: both operands are signed
+#else
+constexpr bool kSignedDot = false;
+#endif
+
 constexpr int kMaxSlices = 4;
+// What is subtracted from codes before they are multiplied.
+constexpr int code_bias(int bits) { return kSignedDot && bits == 8 ? 128 : 0; }
 // Bits of a digit: two products with 8-bit codes must fit 16 bits.
 constexpr int slice_bits(int bits) { return !kWideDot && bits == 8 ? 7 : 8; }
 

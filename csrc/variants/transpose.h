@@ -5,6 +5,8 @@
 
 #if defined(BITLINE_ISA_avx2) || defined(BITLINE_ISA_avx_vnni) || defined(BITLINE_ISA_avx512)
 #include <immintrin.h>
+#elif defined(BITLINE_ISA_neon) || defined(BITLINE_ISA_neon_i8mm)
+#include <arm_neon.h>
 #endif
 
 namespace bitline::BITLINE_ISA {
@@ -71,6 +73,21 @@ inline void transpose_tile(Vec (&x)[8]) {
     y[i + 4] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x31);
   }
   for (int i = 0; i < 8; ++i) x[i] = y[i];
+}
+
+#elif defined(BITLINE_ISA_neon) || defined(BITLINE_ISA_neon_i8mm)
+
+constexpr int kLanes = 4;
+using Vec = uint32x4_t;
+
+inline Vec load(const uint32_t* p) { return vld1q_u32(p); }
+inline void store(uint32_t* p, Vec x) { vst1q_u32(p, x); }
+inline void stream_store(uint32_t* p, Vec x) { store(p, x); }
+inline void stream_fence() {}
+
+inline void transpose_tile(Vec (&x)[4]) {
+  const Vec a = vzip1q_u32(x[0], x[2]), b = vzip2q_u32(x[0], x[2]), c = vzip1q_u32(x[1], x[3]), d = vzip2q_u32(x[1], x[3]);
+  x[0] = vzip1q_u32(a, c), x[1] = vzip2q_u32(a, c), x[2] = vzip1q_u32(b, d), x[3] = vzip2q_u32(b, d);
 }
 
 #else
