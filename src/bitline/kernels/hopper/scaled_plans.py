@@ -186,39 +186,23 @@ class QuantizePlan:
         self.constants = (scheme.act._replace(columns=columns, fragment_order=True),)
         self.binary: Binary | None = None
 
-    def find_binary(self, dtype: torch.dtype, device: int) -> Binary | None:
-        """The binary, or None before the first call."""
-        if self.binary is None:
-            self.binary = runtime.binaries.get(("quantize_x", self.constants, dtype, device))
-        return self.binary
-
-    def prepare(self, static_scale: Tensor, static_zero: Tensor) -> tuple[Any, ...]:
-        """The arguments after those that `run` fills in."""
-        return (static_scale.data_ptr(), static_zero.data_ptr(), *self.sizes, *self.constants)
-
-    def run(self, x_address: int, base: int, prepared: tuple[Any, ...], stream: int) -> None:
-        """Quantize x into the space at an address."""
-        binary, at = self.binary, self.space
-        assert binary is not None
-        binary(self.units, stream, (x_address, base, base + at.scale, base + at.zero, *prepared))
-
-    def compile(self, x: Tensor, base: int, static_scale: Tensor, static_zero: Tensor) -> None:
-        """Compile, and run for this call."""
-        at = self.space
-        args = (
-            x, TypedPointer(base, "i8"), TypedPointer(base + at.scale, "fp32"), TypedPointer(base + at.zero, "i32"),
-            static_scale, TypedPointer(static_zero, "i32"), *self.sizes,
-        )  # fmt: skip
-        runtime.binaries["quantize_x", self.constants, x.dtype, x.get_device()] = runtime.compile_and_run(
-            runtime.gluon().quantize_x, self.units, args, self.constants, {"num_warps": 4, "launch_pdl": True}
-        )
-
     def __call__(self, x: Tensor, base: int, static_scale: Tensor, static_zero: Tensor, stream: int) -> None:
         """Quantize x into the space at an address."""
-        if self.find_binary(x.dtype, x.get_device()) is None:
-            self.compile(x, base, static_scale, static_zero)
-        else:
-            self.run(x.data_ptr(), base, self.prepare(static_scale, static_zero), stream)
+        key = ("quantize_x", self.constants, x.dtype, x.get_device())
+        binary = self.binary or runtime.binaries.get(key)
+        at = self.space
+        if binary is None:
+            args = (
+                x, TypedPointer(base, "i8"), TypedPointer(base + at.scale, "fp32"), TypedPointer(base + at.zero, "i32"),
+                static_scale, TypedPointer(static_zero, "i32"), *self.sizes,
+            )  # fmt: skip
+            runtime.binaries[key] = runtime.compile_and_run(
+                runtime.gluon().quantize_x, self.units, args, self.constants, {"num_warps": 4, "launch_pdl": True}
+            )
+            return
+        self.binary = binary
+        pointers = (x.data_ptr(), base, base + at.scale, base + at.zero, static_scale.data_ptr(), static_zero.data_ptr())
+        binary(self.units, stream, (*pointers, *self.sizes, *self.constants))
 
 
 class ScaledPersistentPlan(_ScaledPlan):
@@ -247,11 +231,6 @@ class ScaledPersistentPlan(_ScaledPlan):
         self.tail = (*self.sizes, *self.constants)
         self.options = {"num_warps": 4, "launch_pdl": True}
         self.y_shape = (m, -(-spec.n // 8) * 8)
-
-    def find_binary(self, device: int) -> Binary | None:
-        """The binary, or None before both kernels are compiled."""
-        quantize = self.quantize.binary or self.quantize.find_binary(self.spec.act_dtype, device)
-        return super().find_binary(device) if quantize else None
 
     def x_maps(self, address: int) -> Maps:
         """The launcher's arguments for codes and scales of x at an address."""
@@ -285,20 +264,20 @@ class ScaledPersistentPlan(_ScaledPlan):
         assert self.binary is not None
         weight_format = self.binary.map_formats[-3 if self.config.tile_m_extra else -2]
         pointers = (scale.data_ptr(), colsum.data_ptr(), 0 if bias is None else bias.data_ptr())
-        return self.weight_map(weight, weight_format), (*pointers, *self.tail), self.quantize.prepare(static_scale, static_zero)
+        return self.weight_map(weight, weight_format), (*pointers, *self.tail), static_scale, static_zero
 
-    def new_space(self, x: Tensor) -> Tensor:
-        """Memory for the quantized x."""
+    def _quantize(self, x: Tensor, static_scale: Tensor, static_zero: Tensor, stream: int) -> Tensor:
+        """Memory with the quantized x."""
         size = self.space.bytes
         space: Tensor = self.empty((size,), (1,), torch.uint8) if self.empty else x.new_empty(size, dtype=torch.uint8)
+        self.quantize(x, space.data_ptr(), static_scale, static_zero, stream)
         return space
 
     def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
         """Launch both kernels."""
-        weight_map, tail, quantize_tail = prepared
-        space = self.new_space(x)
+        weight_map, tail, static_scale, static_zero = prepared
+        space = self._quantize(x, static_scale, static_zero, stream)
         base = space.data_ptr()
-        self.quantize.run(x.data_ptr(), base, quantize_tail, stream)
         partials, flags = workspace(x, self.workspace_size, stream) if self.workspace_size else (0, 0)
         binary, at = self.binary, self.space
         assert binary is not None
@@ -310,8 +289,7 @@ class ScaledPersistentPlan(_ScaledPlan):
         y = self.new_y(x, self.y_shape)
         stream = runtime.raw_stream(x.get_device())
         if self.find_binary(x.get_device()) is None:
-            space = self.new_space(x)
-            self.quantize(x, space.data_ptr(), packed[3], packed[4], stream)
+            space = self._quantize(x, packed[3], packed[4], stream)
             partials, flags = workspace(x, self.workspace_size, stream) if self.workspace_size else (0, 0)
             self._compile(space, packed, bias, y, partials, flags)
         else:
