@@ -183,8 +183,14 @@ def test_the_command_overrules_the_environment(folder):
 
 def test_explain_has_the_activation_dtype_of_run(folder):
     dtypes = {p: json.loads(bitline("explain", folder, "--platform", p, "--json").stdout)["activations"]
-              for p in ("cpu:avx2", "cpu:avx512_bf16", "cuda:sm75", "cuda:sm90")}  # fmt: skip
-    assert dtypes == {"cpu:avx2": "float32", "cpu:avx512_bf16": "bfloat16", "cuda:sm75": "float16", "cuda:sm90": "bfloat16"}
+              for p in ("cpu:avx2", "cpu:avx2,no_native", "cpu:avx512_bf16", "cuda:sm75", "cuda:sm90")}  # fmt: skip
+    assert dtypes == {
+        "cpu:avx2": "bfloat16",
+        "cpu:avx2,no_native": "float32",
+        "cpu:avx512_bf16": "bfloat16",
+        "cuda:sm75": "float16",
+        "cuda:sm90": "bfloat16",
+    }
 
 
 @pytest.mark.parametrize("name", ["m[/x]y", "m[red]z", "[bold]"])

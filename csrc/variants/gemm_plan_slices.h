@@ -47,7 +47,8 @@ int slice_count(const GemmCall& c, bool int8) {
 // max_m: rows of a call of a weight-only layer, up to which it runs as slices.
 bool plan_slices(GemmCall& c, int64_t max_m) {
   const PackedHeader& w = *c.w;
-  const bool int8 = has_int8_activations(w);
+  // Without a wide dot product 8-bit codes take two digits: from some M on float32 panels are faster.
+  const bool int8 = has_int8_activations(w) && (kWideDot || w.bits == 4 || c.m <= 16);
   if (w.batch_invariant || (!int8 && c.m > max_m) || !codes_as_integers(c, c.slices)) return false;
   if (!int8 && w.act_quant == kActNone && !has_fixed_point_range(c.x, c.m * w.k, c.dtype)) return false;
   c.slices.count = slice_count(c, int8), c.slices.x_is_int8 = int8;

@@ -21,7 +21,7 @@ VARIABLES = (
     Variable("BITLINE_DISABLED_KERNELS", "kernel class names never to use, comma-separated", "Policy(disabled=…)"),
     Variable("BITLINE_KERNEL", "class name of the kernel to use", "Policy(kernel=…)"),
     Variable("BITLINE_BACKEND", "backend (provider) whose kernels to use", "Policy(backend=…)"),
-    Variable("BITLINE_CPU_ISA", "instruction set of the native core: portable, avx2, avx_vnni, avx512, amx, neon or neon_i8mm", "native.use_isa(…)"),
+    Variable("BITLINE_CPU_ISA", "instruction set of the native core: a level of the CPU, such as avx2", "native.use_isa(…)"),
     Variable("BITLINE_NO_NATIVE", "1: run without the native core", "Platform(native=False)"),
     Variable("BITLINE_NO_STEP", "1: disable the native decode step", "load_model(native_step=False)"),
     Variable("BITLINE_NO_TUNED", "1: ignore the costs that `bitline tune` measured", "Policy(tuned=False)"),

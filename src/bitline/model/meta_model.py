@@ -26,10 +26,11 @@ def default_dtype(checkpoint: Checkpoint | None, platform: Platform) -> torch.dt
     """The activation dtype where none was asked for, with or without a checkpoint.
 
     GPU: the checkpoint's own 16-bit dtype, bfloat16 where it names none, float16 on NVIDIA before sm80. CPU: bfloat16 where
-    the CPU has instructions for it, else float32.
+    the CPU has instructions for it, or the native core is faster with it (AVX2), else float32.
     """
     if platform.vendor == "cpu":
-        return torch.bfloat16 if platform.features & {"avx512_bf16", "amx", "bf16"} else torch.float32
+        native_avx2 = platform.native and "avx2" in platform.features
+        return torch.bfloat16 if native_avx2 or platform.features & {"avx512_bf16", "amx", "bf16"} else torch.float32
     if 0 < platform.capability < 80:
         return torch.float16
     config: Mapping[str, Any] = {} if checkpoint is None else checkpoint.config

@@ -11,12 +11,18 @@ import torch
 from bitline.platform import Platform
 from bitline.types import LinearSpec, ScalarType
 
+AVX512, AMX, AVX2 = 0, 1, 2  # classes of x86 CPUs whose operators were measured
 CALL = 6e-6  # a kernel's `apply` that does next to nothing
 
 
 def core_scale(platform: Platform) -> float:
     """The factor from a time on two cores to the platform's."""
     return 2 / platform.cores
+
+
+def cpu_class(features: frozenset[str]) -> int:
+    """AMX, AVX512 or AVX2: the index into a tuple of measured costs. AVX-512 without bfloat16 counts as AVX2, ARM as AVX-512."""
+    return AMX if "amx" in features else AVX2 if "avx2" in features and "avx512_bf16" not in features else AVX512
 
 
 def unmeasured_scale(platform: Platform) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitline import native
+from bitline import native, types
 from bitline.act_quant import fake_quantize
 from bitline.errors import BitlineError
 from bitline.kernels.base import Kernel, Packed
@@ -20,10 +20,14 @@ from bitline.weight import QuantizedWeight
 
 # Measured on two Zen 5 cores (docs/performance.md). AVX-512: operations per second and core, by compute type.
 BF16_RATE, F32_RATE, INT8_RATE, BF16_OF_8_BITS_RATE = 500e9, 260e9, 900e9, 460e9
-# AVX2: seconds per weight on two cores: dequantized for a GEMV (M <= 3) or into a panel, per row of x, and where values are
-# gathered from a table.
-AVX2_GEMV, AVX2_PANEL, AVX2_PER_ROW, AVX2_GATHER = 15e-12, 60e-12, 7.5e-12, 90e-12
-AVX2_MAX_GEMV_M = 3
+# AVX2: measured on two virtual cores of an AMD EPYC (Zen 4) that hides AVX-512. Seconds per weight on two cores, once and per row
+# of x: int8 slices of a weight-only layer, int8 activations with 4- and 8-bit codes, float32 in registers and by panels.
+AVX2_SLICES, AVX2_INT8, AVX2_INT8_OF_8_BITS = (12e-12, 12e-12), (12e-12, 7.4e-12), (30e-12, 16.5e-12)
+AVX2_GEMV, AVX2_PANEL = (20e-12, 11e-12), (40e-12, 15e-12)
+# What dequantizing to float32 costs beyond integers: tables of 16 and E4M3 by arithmetic, other tables by gathers.
+AVX2_TABLE, AVX2_GATHER = 30e-12, 150e-12
+AVX2_MAX_GEMV_M, AVX2_MAX_INT8_M = 3, 16
+AVX2_GROUP = 150e-12  # a group's scales, for each row of x and row of W
 # AMX: measured on 2 and 16 virtual cores of an Emerald Rapids Xeon. Seconds per weight and core: dequantizing (8 bits or short
 # groups cost more), and per row of x, by tiles of 16 rows, in bfloat16 and in int8; below the tiles' M, by vectors.
 AMX_DEQUANT, AMX_DEQUANT_SLOW, AMX_PER_ROW, AMX_INT8_PER_ROW = 62e-12, 170e-12, 4.8e-12, 3.4e-12
@@ -138,9 +142,7 @@ class CPUWNA16LinearKernel(Kernel):
             extra += costs.fake_quant(spec, platform, m)
         read = cls.packed_bytes(spec) / platform.rates.bandwidth
         if not platform.features >= FAST_FEATURES:
-            per_weight = (AVX2_GEMV if m <= AVX2_MAX_GEMV_M else AVX2_PANEL) + m * AVX2_PER_ROW
-            per_weight += AVX2_GATHER if spec.weight.kind != "int" and spec.weight.bits != 4 else 0.0
-            return max(read, weights * per_weight * costs.core_scale(platform)) + extra
+            return max(read, weights * _avx2_per_weight(spec, m, cls.batch_invariant) * costs.core_scale(platform)) + extra
         if "amx" in platform.features and not cls.batch_invariant and _compute_rate(spec) != F32_RATE:
             return max(read, weights * _amx_per_weight(spec, m) / platform.cores) + m * spec.k * PACK_ACTIVATIONS + extra
         rate = _compute_rate(spec) * platform.cores
@@ -167,6 +169,26 @@ class CPUBatchInvariantLinearKernel(CPUWNA16LinearKernel):
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """10 % above the kernel without batch invariance, whose tiles it does not use."""
         return 1.1 * max(super().cost(spec, platform, m), CPUWNA16LinearKernel.cost(spec, platform, m))
+
+
+def _avx2_per_weight(spec: LinearSpec, m: int, batch_invariant: bool) -> float:
+    """Seconds per weight on two cores with AVX2; csrc/variants/gemm_plan_slices.h chooses the same way."""
+    layout, dtype = packed_weight.layout_of(spec), spec.act_dtype
+    integers = spec.weight.kind == "int" or (spec.weight.bits == 4 and spec.weight.kind == "float")
+    int8 = _compute_rate(spec) == INT8_RATE
+    most = 1 if layout.bits == 8 or dtype == torch.float32 else 5 if dtype == torch.bfloat16 else 3
+    if batch_invariant or not integers:
+        most, int8 = 0, False
+    if int8 and (layout.bits == 4 or m <= AVX2_MAX_INT8_M):
+        once, per_row = AVX2_INT8 if layout.bits == 4 else AVX2_INT8_OF_8_BITS
+    elif m <= most:
+        once, per_row = AVX2_SLICES
+        per_row *= 2.0 if layout.bits == 8 else 1.5 if dtype != torch.bfloat16 or layout.bits in (5, 6) else 1.0
+    else:
+        once, per_row = AVX2_GEMV if m <= AVX2_MAX_GEMV_M else AVX2_PANEL
+        if spec.weight.kind != "int":
+            once += AVX2_TABLE if spec.weight.bits == 4 or spec.weight == types.float8_e4m3fn else AVX2_GATHER
+    return once + m * (per_row + AVX2_GROUP / layout.group_k)
 
 
 def _amx_per_weight(spec: LinearSpec, m: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,9 +24,9 @@ from bitline.types import YES, LinearSpec, ScalarType, Verdict, no
 from bitline.weight import QuantizedWeight
 
 GROUP_SIZES = (256, 128, 64, 32)  # what the operator takes
-# Measured seconds per weight on two cores (docs/performance.md), (without, with) AMX: the operator's first token, each token of
-# many, and a token of torch's matmul.
-FIRST_TOKEN, EACH_TOKEN, MATMUL_TOKEN = (12.5e-12, 70e-12), (5.55e-12, 32e-12), (2.1e-12, 4.3e-12)
+# Measured seconds per weight on two cores (docs/performance.md), by `cpu_costs.cpu_class`: the operator's first token, each token
+# of many, and a token of torch's matmul.
+FIRST_TOKEN, EACH_TOKEN, MATMUL_TOKEN = (12.5e-12, 70e-12, 86e-12), (5.55e-12, 32e-12, 33e-12), (2.1e-12, 4.3e-12, 65e-12)
 PANEL = 1 << 21  # weights dequantized at a time: 4 MiB of bfloat16, which a last-level cache holds
 
 
@@ -95,7 +96,7 @@ class TorchInt4PackLinearKernel(Kernel):
         if k % 32:
             x = pad(x, (0, -k % 32))
         columns = codes.shape[1] * 2
-        crossover = _panel_crossover_m(codes.numel() * 2, columns // x.shape[1], "amx" in cpu_features())
+        crossover = _panel_crossover_m(codes.numel() * 2, columns // x.shape[1], cpu_costs.cpu_class(cpu_features()))
         if m >= crossover and int4_packing.layout() is not None:
             return _dequantize_then_matmul(x, codes, scales, bias, spec)
         if columns > x.shape[1]:
@@ -111,13 +112,13 @@ class TorchInt4PackLinearKernel(Kernel):
         nibbles = _nibble_planes(spec.weight)
         planes = 1 if nibbles is None else nibbles.planes
         n, k = _padded(spec)
-        amx, core_scale = "amx" in platform.features, cpu_costs.core_scale(platform)
+        cpu, core_scale = cpu_costs.cpu_class(platform.features), cpu_costs.core_scale(platform)
         extra = cpu_costs.CALL * (planes + 1) / 2 + cpu_costs.fake_quant(spec, platform, m)
-        if m < _panel_crossover_m(n * k * planes, planes, amx):
-            work = planes * n * k * max(FIRST_TOKEN[amx], m * EACH_TOKEN[amx]) * core_scale
+        if m < _panel_crossover_m(n * k * planes, planes, cpu):
+            work = planes * n * k * max(FIRST_TOKEN[cpu], m * EACH_TOKEN[cpu]) * core_scale
             return max(work, cls.packed_bytes(spec) / platform.rates.bandwidth) + extra
         matmul = cpu_costs.dense_gemm(n * k, m, torch.bfloat16, platform)
-        return _panel_seconds(n * k, planes, amx) * core_scale + matmul + extra
+        return _panel_seconds(n * k, planes, cpu) * core_scale + matmul + extra
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
@@ -244,16 +245,16 @@ def _fill_scales(out: Tensor, part: QuantizedWeight, nibbles: NibblePlanes, g: i
         out[: len(columns), :, 0], out[: len(columns), :, 1] = 16 * s, 8 * s
 
 
-def _panel_crossover_m(weights: int, planes: int, amx: bool) -> float:
+def _panel_crossover_m(weights: int, planes: int, cpu: int) -> float:
     """The M from which dequantized panels are faster, by the measured costs of both; `weights` counts each plane."""
     weights //= planes
-    per_token = planes * EACH_TOKEN[amx] - MATMUL_TOKEN[amx]
-    return (_panel_seconds(weights, planes, amx) + weights * 3e-11) / (per_token * weights)
+    per_token = planes * EACH_TOKEN[cpu] - MATMUL_TOKEN[cpu]
+    return (_panel_seconds(weights, planes, cpu) + weights * 3e-11) / (per_token * weights) if per_token > 0 else math.inf
 
 
-def _panel_seconds(weights: int, planes: int, amx: bool) -> float:
+def _panel_seconds(weights: int, planes: int, cpu: int) -> float:
     """Seconds to dequantize all panels on two cores: a dozen calls per panel, and five passes over it."""
-    each = (1.9e-10, 2.4e-10)[planes - 1] * (1.3 if amx else 1.0)
+    each = (1.9e-10, 2.4e-10)[planes - 1] * (1.3 if cpu == cpu_costs.AMX else 1.0)
     return 70e-6 * -(-weights // PANEL) + weights * each
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from bitline.weight import QuantizedWeight
 
 # Measured seconds per weight on two cores (docs/performance.md), (without, with) AMX: the operator's first token, each further
 # token, and a token of torch's matmul.
-FIRST_TOKEN, EACH_TOKEN, MATMUL_TOKEN = (11.5e-12, 31e-12), (5.9e-12, 30e-12), (2.1e-12, 4.3e-12)
+FIRST_TOKEN, EACH_TOKEN, MATMUL_TOKEN = (11.5e-12, 31e-12, 60e-12), (5.9e-12, 30e-12, 26e-12), (2.1e-12, 4.3e-12, 65e-12)
 PANEL = 1 << 21  # weights dequantized at a time: 4 MiB of bfloat16, which a last-level cache holds
 
 
@@ -77,7 +78,7 @@ class TorchInt8PackLinearKernel(Kernel):
             x = fake_quantize(x, spec.act, *(t if t.numel() else None for t in (input_scale, input_zero))).to(x.dtype)
         if spec.k % 16:
             x = pad(x, (0, -spec.k % 16))
-        if m >= _panel_crossover_m(codes.numel(), "amx" in cpu_features()):
+        if m >= _panel_crossover_m(codes.numel(), cpu_costs.cpu_class(cpu_features())):
             return _dequantize_then_matmul(x, codes, scale, bias)
         y = torch.ops.aten._weight_int8pack_mm(x, codes, scale)
         return y if bias is None else y.add_(bias)
@@ -85,12 +86,13 @@ class TorchInt8PackLinearKernel(Kernel):
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """The operator's time below the crossover, dequantization and a matmul above it."""
-        weights, amx, core_scale = spec.n * spec.k, "amx" in platform.features, cpu_costs.core_scale(platform)
+        cpu, core_scale = cpu_costs.cpu_class(platform.features), cpu_costs.core_scale(platform)
+        weights = spec.n * spec.k
         extra = cpu_costs.CALL + cpu_costs.fake_quant(spec, platform, m)
-        if m < _panel_crossover_m(weights, amx):
-            read = max(cls.packed_bytes(spec) / (0.95 * platform.rates.bandwidth), weights * FIRST_TOKEN[amx] * core_scale)
-            return read + weights * (m - 1) * EACH_TOKEN[amx] * core_scale + extra
-        return _panel_seconds(weights, amx) * core_scale + cpu_costs.dense_gemm(weights, m, torch.bfloat16, platform) + extra
+        if m < _panel_crossover_m(weights, cpu):
+            read = max(cls.packed_bytes(spec) / (0.95 * platform.rates.bandwidth), weights * FIRST_TOKEN[cpu] * core_scale)
+            return read + weights * (m - 1) * EACH_TOKEN[cpu] * core_scale + extra
+        return _panel_seconds(weights, cpu) * core_scale + cpu_costs.dense_gemm(weights, m, torch.bfloat16, platform) + extra
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:
@@ -98,14 +100,15 @@ class TorchInt8PackLinearKernel(Kernel):
         return spec.n * (spec.k + -spec.k % 16 + 2)
 
 
-def _panel_crossover_m(weights: int, amx: bool) -> float:
+def _panel_crossover_m(weights: int, cpu: int) -> float:
     """The M from which dequantized panels are faster, by the measured costs of both."""
-    return (_panel_seconds(weights, amx) + weights * 3e-11) / (weights * (EACH_TOKEN[amx] - MATMUL_TOKEN[amx]))
+    per_token = EACH_TOKEN[cpu] - MATMUL_TOKEN[cpu]
+    return (_panel_seconds(weights, cpu) + weights * 3e-11) / (weights * per_token) if per_token > 0 else math.inf
 
 
-def _panel_seconds(weights: int, amx: bool) -> float:
+def _panel_seconds(weights: int, cpu: int) -> float:
     """Seconds to dequantize all panels on two cores."""
-    return 45e-6 * -(-weights // PANEL) + weights * 1.2e-10 * (1.3 if amx else 1.0)
+    return 45e-6 * -(-weights // PANEL) + weights * 1.2e-10 * (1.3 if cpu == cpu_costs.AMX else 1.0)
 
 
 def _dequantize_then_matmul(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
