@@ -5,8 +5,8 @@
 
 llama.cpp is called through llama-cpp-python's low-level functions (`pip install llama-cpp-python`; $LLAMA_CPP_LIB_PATH names
 another build of the library), or with --llama-bench by its own benchmark, on as many threads. All engines get the same prompts
-and decode greedily for the same number of tokens, interleaved; medians. Bitline's and llama.cpp's weights have the same values where the .gguf was written by `bitline convert`, as --make
-does.
+and decode greedily for the same number of tokens, interleaved; medians. Bitline's and llama.cpp's weights have the same values
+where the .gguf was written by `bitline convert`, as --make does.
 """
 
 from __future__ import annotations

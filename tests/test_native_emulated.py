@@ -1,5 +1,5 @@
-"""The AVX-VNNI, AVX-512 and AMX levels on any CPU with AVX2: the native core built with csrc/emulation, and its tests in processes
-of their own."""
+"""The AVX-VNNI, AVX-512 and AMX levels on any CPU with AVX2: the native core built with csrc/emulation, its tests in processes of
+their own."""
 
 import os
 import subprocess
