@@ -35,6 +35,11 @@ AMX_VECTOR, AMX_VECTOR_PER_ROW, AMX_VECTOR_INT8_PER_ROW = 48e-12, 20e-12, 7e-12
 AMX_TILE_M, AMX_MIN_INT8_M = 16, 12
 # What does not run on tiles there: the share of the rates above at M = 256. One vdpbf16ps starts in two cycles.
 AMX_CPU_VECTORS = {BF16_RATE: 0.11, BF16_OF_8_BITS_RATE: 0.11, F32_RATE: 0.28, INT8_RATE: 0.32}
+# ARM: no machine was measured. Guesses from instruction counts at 2.6 GHz and 60 % of the peak: seconds per weight on two cores,
+# once and per row of x, of usdot or sdot with int8 digits, of float32 FMA, and of bfmmla and usmmla.
+ARM_DIGITS, ARM_F32, ARM_BF16, ARM_INT8 = (15e-12, 10e-12), (40e-12, 30e-12), (40e-12, 10e-12), (20e-12, 5e-12)
+ARM_GATHER = 150e-12  # float32 values from tables of more than 16 entries
+ARM_MIN_MATRIX_M, ARM_MAX_DIGITS_M = 4, 12
 PACK_ACTIVATIONS = 1e-10  # seconds per element of x
 CALL = 3e-6
 FAST_FEATURES = frozenset(("avx512_bf16", "avx512_vnni", "avx512_vbmi"))
@@ -95,11 +100,11 @@ class CPUWNA16LinearKernel(Kernel):
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
-        """x86-64 with AVX2, and the native core built."""
+        """x86-64 with AVX2 or ARM with dotprod, and the native core built."""
         if not platform.native:
             return no("Bitline's native core is not available", "install Bitline where there is a C++ compiler")
-        if "avx2" not in platform.features:
-            return no("it has code for AVX2 and AVX-512 only", "an x86-64 CPU with AVX2")
+        if not platform.features & {"avx2", "dotprod"}:
+            return no("it has code for AVX2, AVX-512 and ARM's dotprod only", "an x86-64 CPU with AVX2, an ARM CPU with dotprod")
         return YES
 
     @classmethod
@@ -141,6 +146,9 @@ class CPUWNA16LinearKernel(Kernel):
         if not packed_weight.quantizes_activations(spec.act):
             extra += costs.fake_quant(spec, platform, m)
         read = cls.packed_bytes(spec) / platform.rates.bandwidth
+        if "avx2" not in platform.features:
+            per_weight = _arm_per_weight(spec, platform, m, cls.batch_invariant)
+            return max(read, weights * per_weight * costs.core_scale(platform)) + extra
         if not platform.features >= FAST_FEATURES:
             return max(read, weights * _avx2_per_weight(spec, m, cls.batch_invariant) * costs.core_scale(platform)) + extra
         if "amx" in platform.features and not cls.batch_invariant and _compute_rate(spec) != F32_RATE:
@@ -189,6 +197,22 @@ def _avx2_per_weight(spec: LinearSpec, m: int, batch_invariant: bool) -> float:
         if spec.weight.kind != "int":
             once += AVX2_TABLE if spec.weight.bits == 4 or spec.weight == types.float8_e4m3fn else AVX2_GATHER
     return once + m * (per_row + AVX2_GROUP / layout.group_k)
+
+
+def _arm_per_weight(spec: LinearSpec, platform: Platform, m: int, batch_invariant: bool) -> float:
+    """Seconds per weight on two cores with NEON; csrc/variants/gemm_neon.cpp chooses the same way."""
+    kind, int8 = spec.weight, _compute_rate(spec) == INT8_RATE and not batch_invariant
+    matrices = platform.features >= {"i8mm", "bf16"} and m >= ARM_MIN_MATRIX_M and not batch_invariant
+    integers = kind.kind == "int" or (kind.bits == 4 and kind.kind == "float")
+    if matrices and (int8 or _compute_rate(spec) != F32_RATE):
+        once, per_row = ARM_INT8 if int8 else ARM_BF16
+    elif integers and not batch_invariant and (int8 or m <= ARM_MAX_DIGITS_M):
+        digits = 1 if int8 else {torch.bfloat16: 2, torch.float16: 3}.get(spec.act_dtype, 4)
+        once, per_row = ARM_DIGITS[0], ARM_DIGITS[1] * digits
+    else:
+        once, per_row = ARM_F32
+        once += ARM_GATHER if kind.kind != "int" and kind.bits != 4 and kind != types.float8_e4m3fn else 0.0
+    return once + m * per_row
 
 
 def _amx_per_weight(spec: LinearSpec, m: int) -> float:
