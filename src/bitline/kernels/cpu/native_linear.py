@@ -96,7 +96,7 @@ class CPUWNA16LinearKernel(Kernel):
     platforms = ("cpu",)
     backend = "native"
     priority = 10
-    measured = ("zen",)
+    measured = ("zen", "amx")
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
