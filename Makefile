@@ -5,6 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= What is the capital of France, and what is it known for?
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+NATIVE := $(BIN)/python -c 'from bitline import native; print(native.find() or "")'
 SPLIT := $(if $(SHARD),--splits $(word 2,$(subst /, ,$(SHARD))) --group $(word 1,$(subst /, ,$(SHARD))))
 
 .PHONY: run test test-all lint docs sanitize sanitize-gpu clean
@@ -15,12 +16,13 @@ run: .venv/run
 test: .venv/test
 	$(BIN)/python -m pytest -n auto $(SPLIT)
 
-test-all: test
+test-all: test .venv-vllm/ready
 	$(BIN)/python -m pytest -n auto -m exhaustive $(SPLIT)
+	$(if $(filter-out 1/%,$(SHARD)),,BITLINE_NATIVE_LIBRARY=$$($(NATIVE)) .venv-vllm/bin/python -m pytest -n 0 tests/in_vllm)
 
 lint: .venv/test
-	$(BIN)/ruff check src tests benchmarks fuzz
-	$(BIN)/ruff format --check src tests benchmarks fuzz
+	$(BIN)/ruff check src tests benchmarks fuzz examples
+	$(BIN)/ruff format --check src tests benchmarks fuzz examples
 	$(BIN)/mypy
 
 # The documentation site in build/site, from docs/ and the docstrings; a broken link is an error. Its packages have an environment
@@ -58,5 +60,12 @@ sanitize-gpu: .venv/test
 	.venv-docs/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-docs.txt
 	touch $@
 
+# vLLM for CPUs with Bitline in it, in an environment of its own: it pins other versions of torch and transformers.
+.venv-vllm/ready: requirements-vllm.txt pyproject.toml .venv/run
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation -C wheel.cmake=false -e .
+	touch $@
+
 clean:
-	rm -rf .venv .venv-docs .cache build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-docs .venv-vllm .cache build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

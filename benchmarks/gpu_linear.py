@@ -1,4 +1,4 @@
-"""Bitline's GPU kernels against cuBLAS and, where it is installed, humming-kernels.
+"""Bitline's GPU kernels against cuBLAS and, where they are installed, humming-kernels and DeepGEMM.
 
     python benchmarks/gpu_linear.py [--shapes 4096x4096,…] [--m 1,16,…] [--out results.json]
     python benchmarks/gpu_linear.py --kernel GluonHopperLinearKernel --schemes "W4A16 g128,MXFP4A16" --sustained …
@@ -220,6 +220,22 @@ def torch_product(scheme: str, n: int, k: int):
     return calls
 
 
+def deepgemm_product(n: int, k: int):
+    """DeepGEMM's product of codes alone, scaled in blocks of 128 x 128 and groups of 128."""
+    import deep_gemm
+
+    w = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+    ws, by_block = [w.clone() for _ in range(copies(w.nbytes))], torch.ones(n // 128, k // 128, device="cuda")
+
+    def calls(x):
+        a = torch.randn_like(x).mul(20).to(torch.float8_e4m3fn)
+        by_token = deep_gemm.get_mn_major_tma_aligned_tensor(torch.ones(x.shape[0], k // 128, device="cuda"))
+        y = torch.empty(x.shape[0], n, device="cuda", dtype=torch.bfloat16)
+        return [lambda w=w: deep_gemm.fp8_gemm_nt((a, by_token), (w, by_block), y, disable_ue8m0_cast=True) for w in ws]
+
+    return calls
+
+
 def limit_us(spec: LinearSpec, m: int) -> float:
     io = spec.weight_bytes() + m * (spec.n + spec.k) * 2
     return 1e6 * max(io / READ + RAMP, 2 * m * spec.n * spec.k / RATE["fp8" if spec.act else "bf16"])
@@ -232,11 +248,16 @@ def measure(
     weight = fill(spec)
     kernel, packs, make = ours(name, weight)
     others = {"cuBLAS bf16": cublas(n, k)} if peers else {"torch product": torch_product(scheme, n, k)} if product else {}
+    optional = {}
     if peers and scheme in HUMMING:
+        optional["humming"] = lambda: humming(n, k, scheme)
+    if product and scheme == "FP8_BLOCK":
+        optional["DeepGEMM product"] = lambda: deepgemm_product(n, k)
+    for peer, build in optional.items():
         try:
-            others["humming"] = humming(n, k, scheme)
-        except Exception as error:  # an optional peer: log and go on
-            print("humming:", type(error).__name__, str(error)[:120])
+            others[peer] = build()
+        except Exception as error:  # log and go on
+            print(peer, type(error).__name__, str(error)[:120])
     found = []
     for m in batches:
         x = torch.randn(m, k, device="cuda", dtype=spec.act_dtype)
@@ -322,7 +343,9 @@ def main() -> None:
         "--seconds", type=float, default=600, help="start no kernel of --catalogue, or shape of --kernel, after this time"
     )
     options.add_argument("--alone", action="store_true", help="time --kernel without cuBLAS and humming")
-    options.add_argument("--product", action="store_true", help="time --kernel with torch's product of codes alone beside it")
+    options.add_argument(
+        "--product", action="store_true", help="time --kernel with the product of codes alone by torch and DeepGEMM"
+    )
     options.add_argument("--out", default="benchmarks/results/h200_triton_w4a16.json")
     chosen = options.parse_args()
     batches = [int(m) for m in chosen.m.split(",")]

@@ -13,9 +13,13 @@ import torch
 from bitline import types
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
+from bitline.select import Policy, choose, short_name
 from bitline.types import ActSpec, LinearSpec
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from proofs import CI, H200, INTERPRETED, PACKAGE, PROOFS  # noqa: E402  (the tests' folder has no package)
+
 PAGE = ROOT / "docs" / "kernels.md"
 N, K = 4096, 4096
 _W4 = LinearSpec(N, K, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
@@ -68,23 +72,62 @@ def schemes(kernel: type[Kernel]) -> str:
     return "all" if len(taken) == len(SCHEMES) else ", ".join(taken)
 
 
+# Platforms of the matrix, as `choose` takes them; those of GPUs without optional packages but Triton.
+PLATFORMS = (
+    "cpu:avx2", "cpu:avx512", "cpu:amx", "cpu:neon,dotprod", "cuda:sm80", "cuda:sm90", "cuda:sm100", "rocm:gfx942", "xpu",
+)  # fmt: skip
+RUN, PARTLY, UNTESTED = "●", "◐", "○"
+RUN_ON = {"cpu:avx2", "cpu:avx512", "cpu:amx", "cuda:sm90"}  # where tests have run on the hardware itself
+MATRIX_HEAD = f"""
+## What runs where
+
+The kernel that is chosen for a layer of 4096×4096 with bfloat16 input, decode-heavy, without an optional package.
+
+- {RUN}: its tests have run on such hardware.
+- {PARTLY}: they have run in part: compiled or interpreted in CI, run on another chip of the vendor, or under an emulator (ARM).
+- {UNTESTED}: no test of ours has run it there.
+- *emulated*: the weight is dequantized in memory at each call, or the activation format is imitated in 16 bits.
+"""
+
+
+def matrix(proofs: dict[str, list[tuple[str, str, str]]]) -> str:
+    """The chosen kernel of each scheme on each platform, and how that is tested."""
+    rows = [f"| scheme | {' | '.join(PLATFORMS)} |", "|---" * (len(PLATFORMS) + 1) + "|"]
+    for name, spec in SCHEMES.items():
+        cells = []
+        for platform in PLATFORMS:
+            best = choose(spec.replace(act_dtype=torch.bfloat16), platform, Policy()).best
+            emulated = " *emulated*" if best.kernel.emulates else ""
+            cells.append(f"{_evidence(proofs[best.name], platform)} {short_name(best.name)}{emulated}")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _evidence(proofs: list[tuple[str, str, str]], platform: str) -> str:
+    vendor = platform.partition(":")[0]
+    ran = any(where == vendor and how in (CI, H200, PACKAGE) for where, how, _ in proofs)
+    if ran and platform in RUN_ON:
+        return RUN
+    return PARTLY if any(where == vendor or how == INTERPRETED for where, how, _ in proofs) else UNTESTED
+
+
 def page(proofs: dict[str, list[tuple[str, str, str]]]) -> str:
     """The whole page."""
     rows = ["| kernel | backend | platforms | schemes | tests |", "|---|---|---|---|---|"]
     for entry in sorted(registry.entries(), key=lambda e: (e.kernel.platforms, e.kernel.backend, e.name)):
         if entry.source != "bitline":
             continue
-        proof = "; ".join(f"{platform}: [{how}](../{test.split('::')[0]})" for platform, how, test in proofs[entry.name])
+        unrun = {H200: "not run yet on an H200"} if entry.kernel.unproven else {}
+        proof = "; ".join(
+            f"{where}: [{unrun.get(how, how)}](../{test.split('::')[0]})" for where, how, test in proofs[entry.name]
+        )
         tested = {platform for platform, _, _ in proofs[entry.name]}
         if untested := [platform for platform in entry.kernel.platforms if platform not in tested]:
             proof += f"; not tested: {', '.join(untested)}"
         offered = ", ".join(entry.kernel.platforms)
         rows.append(f"| `{entry.name}` | {entry.kernel.backend} | {offered} | {schemes(entry.kernel)} | {proof} |")
-    return HEAD + "\n" + "\n".join(rows) + "\n"
+    return "\n".join([HEAD, *rows, MATRIX_HEAD, matrix(proofs), ""])
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "tests"))
-    from proofs import PROOFS
-
     PAGE.write_text(page(PROOFS))

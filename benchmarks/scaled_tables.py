@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "h200_quantized_activations.json"
+RESULTS = Path(__file__).parent / "results"
 SCHEMES = {"FP8_DYNAMIC": "FP8 per token", "FP8_BLOCK": "FP8 in blocks", "W8A8": "W8A8"}
 LINES = {
     "us": "",
@@ -23,7 +23,7 @@ def cell(value: float) -> str:
 
 
 def main() -> None:
-    rows = json.loads(RESULTS.read_text())["results"]
+    rows = json.loads((RESULTS / "h200_quantized_activations.json").read_text())["results"]
     batches = sorted({row["m"] for row in rows})
     for n, k in dict.fromkeys((row["n"], row["k"]) for row in rows):
         print(f"\n| {n}×{k} | " + " | ".join(("M=" if m == 1 else "") + str(m) for m in batches) + " |")
@@ -32,7 +32,27 @@ def main() -> None:
         print("| limit | " + " | ".join(cell(found["FP8_DYNAMIC", m]["limit_us"]) for m in batches) + " |")
         for scheme, name in SCHEMES.items():
             for key, label in LINES.items():
-                print(f"| {name}{label} | " + " | ".join(cell(found[scheme, m][key]) for m in batches) + " |")
+                times = [found[scheme, m].get(key) for m in batches]
+                if any(times):
+                    print(f"| {name}{label} | " + " | ".join(cell(us) if us else "" for us in times) + " |")
+    large_m()
+
+
+def large_m() -> None:
+    """The fastest tiles of both orientations beside the products of codes alone."""
+    print("\n| scheme, shape, M | W as operand A | x as operand A | quantization alone | torch, product | DeepGEMM, product |")
+    print("|---|---|---|---|---|---|")
+    for row in json.loads((RESULTS / "h200_large_m_configs.json").read_text())["results"]:
+        cells = [
+            min((times for name, times in row["configs"].items() if name.startswith(kind)), key=lambda times: times[0])
+            for kind in ("Wgmma", "LargeM")
+        ]
+        cells.append([row["quantize_us"]])
+        cells += [
+            [row[key] for key in (peer, f"{peer} sustained") if key in row] for peer in ("torch product", "DeepGEMM product")
+        ]
+        name = f"{SCHEMES[row['scheme']]}, {row['n']}×{row['k']}, {row['m']}"
+        print(f"| {name} | " + " | ".join(" / ".join(map(cell, times)) for times in cells) + " |")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ constexpr int kMaxTableCode = 24;  // of a table of 16 values that kInt8Slices r
 // kInt8Slices. Row r of x is x_scale [group] * code_unit times the number whose int8 digits are the row's slices.
 struct SlicedCall {
   int count;                 // digits of an element
+  int max_tile_m;            // rows of an M tile at most
   bool x_is_int8;            // quantized activations: no fixed point is needed
   int32_t code_zero;         // codes, or table entries, stand for value + code_zero
   float code_unit;
@@ -63,12 +64,31 @@ struct GemmCall {
   const float* act_scale;    // activation quantization: the scale of each row, else null
   float act_tensor_scale;    // one scale for all of x, 0 where each row has its own
   int act_tensor_zero;
+  const GemmCall* x_from;    // the call whose packed x it reads; null: its own
+  int64_t first_task;        // among the tasks of all calls that run together
+  int64_t n_partitions, m_partitions;
 };
 
 // Columns of W in one int32 of a packed row of x.
 inline int64_t k_per_int32(ComputeType compute) { return compute == kComputeBF16 ? 2 : compute == kComputeF32 ? 1 : 4; }
 
 namespace {  // internal linkage: see parallel.h
+
+inline uint32_t bits_of(float v) {
+  uint32_t b;
+  __builtin_memcpy(&b, &v, 4);
+  return b;
+}
+inline float from_bits(uint32_t b) {
+  float v;
+  __builtin_memcpy(&v, &b, 4);
+  return v;
+}
+
+// Whether products of W's codes and of x, quantized to int8, are summed as int32.
+inline bool has_int8_activations(const PackedHeader& w) {
+  return w.act_quant == kActInt8 && w.is_integer && (w.bits == 4 || w.bits == 8);
+}
 
 // fn.operator()<BITS>() for the bits of a packed code.
 template <class F> void with_bits(int64_t bits, const F& fn) {
@@ -84,7 +104,9 @@ template <class F> void with_bits(int64_t bits, const F& fn) {
 
 }  // namespace
 
-inline int64_t max_tile_m(const GemmCall& c) { return c.strategy == kAmxTiles ? kAmxTileM : kMaxTileM; }
+inline int64_t max_tile_m(const GemmCall& c) {
+  return c.strategy == kAmxTiles ? kAmxTileM : c.strategy == kInt8Slices ? c.slices.max_tile_m : kMaxTileM;
+}
 inline int64_t num_m_tiles(const GemmCall& c) { return (c.m + max_tile_m(c) - 1) / max_tile_m(c); }
 // First row of M tile t. Tiles of vectors differ by one row at most; AMX tiles are full, but for the last.
 inline int64_t m_tile_start(const GemmCall& c, int64_t t) {

@@ -1,6 +1,7 @@
 #include "gptq_awq_repack.h"
 
 #include "parallel.h"
+#include "prefault.h"
 #include "scratch.h"
 
 namespace bitline {
@@ -18,6 +19,10 @@ constexpr int64_t kColumnsPerTask = 128;  // a few cache lines of each source ro
 constexpr int64_t kPermutedBytes = 512 << 10;
 __thread Scratch panel_scratch;
 
+void prefault_rows(const uint32_t* src, int64_t stride, int64_t rows, int64_t columns) {
+  if (rows > 0) prefault_source(src, ((rows - 1) * stride + columns) * 4);
+}
+
 }  // namespace
 }  // namespace bitline
 
@@ -28,6 +33,7 @@ using namespace bitline;
 BITLINE_EXPORT void bitline_repack_gptq(const uint32_t* src, int64_t stride, int64_t rows, int64_t columns, uint32_t* dst,
                                         int64_t dst_stride) {
   const RepackKernels& kernels = repack();
+  prefault_rows(src, stride, rows, columns);
   parallel_for_chunks(columns, kColumnsPerTask, [&](int64_t begin, int64_t end) {
     kernels.transpose(src + begin, stride, rows, end - begin, dst + begin * dst_stride, dst_stride);
   });
@@ -38,6 +44,7 @@ BITLINE_EXPORT void bitline_repack_gptq(const uint32_t* src, int64_t stride, int
 BITLINE_EXPORT void bitline_repack_awq(const uint32_t* src, int64_t stride, int64_t k, int64_t columns, uint32_t* dst,
                                        int64_t dst_stride) {
   const RepackKernels& kernels = repack();
+  prefault_rows(src, stride, k, columns);
   parallel_for_chunks(columns, kColumnsPerTask / 2, [&](int64_t begin, int64_t end) {
     kernels.awq(src + begin, stride, k, end - begin, dst + 8 * begin * dst_stride, dst_stride);
   });
@@ -51,6 +58,7 @@ BITLINE_EXPORT int bitline_repack_gptq_permuted(const uint32_t* src, int64_t str
   int64_t grain = kColumnsPerTask;
   while (grain > 32 && permuted_bytes(k, bits, grain) > kPermutedBytes) grain /= 2;
   const RepackKernels& kernels = repack();
+  prefault_rows(src, stride, k * bits / 32, columns);
   int failed = 0;
   parallel_for_chunks(columns, grain, [&](int64_t begin, int64_t end) {
     uint8_t* panels = static_cast<uint8_t*>(reserve(panel_scratch, size_t(permuted_bytes(k, bits, end - begin))));

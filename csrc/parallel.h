@@ -29,9 +29,9 @@ void parallel_for(int64_t n, const F& fn, bool brief = false) {
 
 // fn(begin, end) for chunks of [0, n) of `grain` elements.
 template <class F>
-void parallel_for_chunks(int64_t n, int64_t grain, const F& fn) {
+void parallel_for_chunks(int64_t n, int64_t grain, const F& fn, bool brief = false) {
   auto chunk = [&](int64_t i) { fn(i * grain, n < (i + 1) * grain ? n : (i + 1) * grain); };
-  parallel_for((n + grain - 1) / grain, chunk);
+  parallel_for((n + grain - 1) / grain, chunk, brief);
 }
 
 }  // namespace

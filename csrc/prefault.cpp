@@ -1,4 +1,6 @@
-// Faults in the pages of new memory on all threads, as huge pages where those are fast.
+// Faults in pages on all threads: those of new memory, as huge pages where those are fast, and those of mapped files.
+#include "prefault.h"
+
 #include "isa.h"
 #include "parallel.h"
 
@@ -12,10 +14,12 @@ namespace {
 
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
 #ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23  // Linux 5.14; older kernels refuse it, and pages are faulted in when they are written to
 #endif
 
 constexpr uintptr_t kHugePage = 2 << 20;
+constexpr int64_t kMinSourceBytes = 1 << 20;
 
 // Where the system has free huge pages, they are faulted in six times faster than small ones. Where a hypervisor has reclaimed
 // free memory in huge pages (ballooning), the first touch of each costs 4 ms, and small pages come from elsewhere.
@@ -51,6 +55,21 @@ void prefault(uintptr_t at, size_t bytes, uintptr_t begin, uintptr_t end, bool a
 #endif
 
 }  // namespace
+
+namespace bitline {
+
+void prefault_source([[maybe_unused]] const void* at, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  if (bytes < kMinSourceBytes) return;
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = reinterpret_cast<uintptr_t>(at) / page * page, last = reinterpret_cast<uintptr_t>(at) + uintptr_t(bytes);
+  parallel_for_chunks(int64_t(last - first), kHugePage, [&](int64_t begin, int64_t end) {
+    madvise(reinterpret_cast<void*>(first + uintptr_t(begin)), size_t(end - begin), MADV_POPULATE_READ);
+  });
+#endif
+}
+
+}  // namespace bitline
 
 // Fault in the pages of [at, at + bytes), memory whose contents do not matter, on all threads. Only a hint: what fails is left to
 // page faults.

@@ -23,5 +23,10 @@ inline void* reserve(Scratch& scratch, size_t bytes) {
   return scratch.data;
 }
 
+inline void release(Scratch& scratch) {
+  free(scratch.data);
+  scratch = {};
+}
+
 }  // namespace
 }  // namespace bitline

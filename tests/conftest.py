@@ -12,6 +12,14 @@ import pytest
 
 from bitline import native
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # the environment of tests/in_vllm has none
+    pass
+else:  # on a machine that is busy with something else, time says nothing about a test
+    settings.register_profile("bitline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("bitline")
+
 
 @pytest.fixture(params=native.isas() or native.LEVELS[:1])
 def level(request):

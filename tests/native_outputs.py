@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bitline import bitstream, native, types
+from bitline.expert_gate import ExpertGate
 from bitline.formats.gguf.block_codes import BitPlanes
 from bitline.formats.gguf.blocks import BLOCKS
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES
@@ -176,6 +177,18 @@ def fused_gemv(core: native.Core) -> Iterator[Case]:
         yield f"fused_gemv {' '.join(map(str, kinds))}", y
 
 
+def experts(_core: native.Core) -> Iterator[Case]:
+    for gate in (ExpertGate("silu"), ExpertGate("gelu", gated=False), ExpertGate("silu", True, 1.702, 7.0)):
+        for dtype in DTYPE_CODES:
+            down = LinearSpec(65, 130, types.uint4b8, (1, 32), act_dtype=dtype)
+            specs = down.replace(n=130 * (1 + gate.gated), k=100), down
+            parts = [torch.stack([CPUWNA16LinearKernel.pack(random_weight(s, e))["weight"] for e in range(4)]) for s in specs]
+            for m in (1, 9, 70):
+                x, index, weights = inputs(m, specs[0], m), torch.randint(5, (m, 2)), torch.rand(m, 2)
+                y = CPUWNA16LinearKernel.apply_experts(x, index, weights, parts[:1], None, parts[1:], None, *specs, gate)
+                yield f"experts {gate.key} {dtype} M={m}", y
+
+
 # ---- decode step ---------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +232,7 @@ def decode_layer(core: native.Core) -> Iterator[Case]:
 # ---- dump and compare ----------------------------------------------------------------------------------------------------
 
 AT_EVERY_LEVEL = (gptq_awq, bit_streams, gguf_blocks, int4pack, decode_ops)
-FROM_AVX2 = (linear, fused_gemv, decode_layer)
+FROM_AVX2 = (linear, fused_gemv, experts, decode_layer)
 
 
 def digest(value: Tensor | int) -> str:

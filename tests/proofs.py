@@ -32,6 +32,7 @@ _MARLIN = [
     ("cpu", INTERPRETED, _MINIFLOAT + "test_marlin_aliases"), ("cuda", COMPILED, _COMPILE), ("cuda", COMPILED, _HOPPER),
     ("cuda", H200, _GPU + "test_marlin_conformance"),
 ]  # fmt: skip
+_INTEGERS = [("cuda", COMPILED, _COMPILE), ("cuda", COMPILED, _HOPPER)]
 
 PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "ReferenceLinearKernel": [
@@ -81,6 +82,10 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
         ("cuda", COMPILED, _HOPPER),
         ("cuda", H200, "tests/gpu/test_hopper_gpu.py::test_conformance"),
     ],
+    "GluonHopperW4A8LinearKernel": [
+        ("cuda", COMPILED, "tests/kernels/test_hopper_w4a8_compile.py::test_compiles"),
+        ("cuda", H200, "tests/gpu/test_hopper_w4a8_gpu.py::test_conformance"),
+    ],
     "GluonHopperScaledMMLinearKernel": [
         ("cuda", COMPILED, "tests/kernels/test_hopper_scaled_compile.py::test_compiles"),
         ("cuda", H200, "tests/gpu/test_hopper_scaled_gpu.py::test_conformance"),
@@ -96,6 +101,14 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "MarlinMxFp4LinearKernel": _MARLIN,
     "MarlinMxfp8LinearKernel": _MARLIN,
     "MarlinFP8ScaledMMLinearKernel": _MARLIN,
+    "MarlinLinearKernel": _INTEGERS,
+    "MacheteLinearKernel": [("cuda", COMPILED, _HOPPER)],
+    "ExllamaLinearKernel": _INTEGERS,
+    "ConchLinearKernel": _INTEGERS,
+    "RDNAHybridW4A16LinearKernel": [("rocm", COMPILED, _COMPILE)],
+    "CPUInt8ScaledMMLinearKernel": [("cpu", CI, "tests/kernels/test_aliases.py::test_the_cpu_int8_kernel_conforms")],
+    "CutlassW4A8LinearKernel": [("cuda", COMPILED, "tests/kernels/test_hopper_w4a8_compile.py::test_compiles")],
+    "ROCmFP8ScaledMMLinearKernel": [("rocm", TORCH, "tests/kernels/test_torch_fp8_fnuz.py::test_computes_what_the_spec_says")],
     "RDNA3W4A16LinearKernel": [("cpu", INTERPRETED, _RDNA), ("rocm", COMPILED, _COMPILE)],
     "DeepGemmFp8BlockScaledMMKernel": [
         ("cuda", CONTRACT, _GPUS + "test_computes_what_the_spec_says"), ("cuda", H200, _BLOCK_FP8),
@@ -113,6 +126,7 @@ PROOFS: dict[str, list[tuple[str, str, str]]] = {
     "XPUMxFp8LinearKernel": [("xpu", CONTRACT, _XPU + "test_computes_what_the_spec_says")],
     "XPUW4A8IntLinearKernel": [("xpu", CONTRACT, _XPU + "test_w4a8_is_right_to_half_precision")],
     "CutlassNvFp4LinearKernel": [("cuda", TORCH, _MICRO)],
+    "TorchNvFp4LinearKernel": [("cuda", TORCH, _MICRO)],
     "TorchMxfp8LinearKernel": [("cuda", TORCH, _MICRO)],
     "FlashInferCutlassNvFp4LinearKernel": [("cuda", CONTRACT, _FLASHINFER)],
     "FlashInferTrtllmNvFp4LinearKernel": [("cuda", CONTRACT, _FLASHINFER)],

@@ -17,6 +17,7 @@ import sys
 import torch
 
 from bitline import bitstream, memory, native, types
+from bitline.expert_gate import ACTIVATIONS, ExpertGate
 from bitline.formats.common import packed_int32
 from bitline.formats.gguf.block_codes import BitPlanes
 from bitline.formats.gguf.block_scales import q4_k
@@ -208,6 +209,30 @@ def fused_gemv(r: random.Random) -> None:
         assert native.core().fused_gemv(x.data_ptr(), k - 1, *at[:6], y.data_ptr(), 2) == -4
 
 
+def experts(r: random.Random) -> None:
+    """Experts of every gate, none of them for some tokens."""
+    for name in ACTIVATIONS:
+        gate = ExpertGate(name, gated=r.random() < 0.7, alpha=1.5, limit=r.choice((0.0, 7.0)))
+        count, n, k, inner = r.choice((1, 3, 9)), r.choice(SIZES), r.choice(SIZES), r.choice(SIZES)
+        kind, act = r.choice((types.uint4b8, types.uint4, types.float8_e4m3fn)), r.choice((None, ActSpec(types.int8)))
+        dtype = r.choice((torch.bfloat16, torch.float16, torch.float32))
+        base = LinearSpec(n, inner, kind, (1, 16), bias=r.random() < 0.5, act=act, act_dtype=dtype)
+        specs = (base.replace(n=(1 + gate.gated) * inner, k=k), base)
+        stacks, biases = [], []
+        for spec in specs:
+            weights = [random_weight(spec, e) for e in range(count)]
+            packed = [Kernel.pack(weight)["weight"] for weight in weights]
+            room = -(-packed[0].nbytes // 256) * 256
+            stacks.append(guarded(torch.stack([torch.nn.functional.pad(p, (0, room - p.nbytes)) for p in packed])))
+            biases.append(guarded(torch.stack([w.bias.to(spec.act_dtype) for w in weights])) if spec.bias else None)
+        for m in ROWS[1:]:
+            x, index = guarded(inputs(m, specs[0], m)), guarded(torch.randint(count + 1, (m, 3)))
+            y = Kernel.apply_experts(
+                x, index, guarded(torch.rand(m, 3)), stacks[:1], biases[0], stacks[1:], biases[1], *specs, gate
+            )
+            assert y.shape == (m, n)
+
+
 def decode_ops(r: random.Random) -> None:
     """What lies between the linear layers of one token."""
     core = native.core()
@@ -290,6 +315,7 @@ def main() -> None:
             if level != "portable":
                 linear(r)
                 fused_gemv(r)
+                experts(random.Random(threads))
                 decode_layers(r)
     core.register_torch_op(core.torch_library)
     missing = {name.removeprefix("bitline_") for name in native.SIGNATURES} - set(CALLS)

@@ -22,7 +22,7 @@ def stream(row, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=shapes)
 def test_pack_is_a_little_endian_bit_stream(bits, shape):
     n, k, seed = shape
@@ -33,7 +33,7 @@ def test_pack_is_a_little_endian_bit_stream(bits, shape):
 
 
 @pytest.mark.parametrize("bits", BITS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=shapes)
 def test_round_trip_ignores_the_tail_and_strides(bits, shape):
     n, k, seed = shape
@@ -48,7 +48,7 @@ def test_round_trip_ignores_the_tail_and_strides(bits, shape):
 
 
 @pytest.mark.parametrize("bits", BITS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=shapes, data=st.data())
 def test_narrow_and_take(bits, shape, data):
     n, k, seed = shape

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -30,7 +32,7 @@ def test_help_does_not_import_torch():
     code = "import sys; sys.argv=['bitline','--help']\nfrom bitline.cli.main import run\ntry: run()\nexcept SystemExit: pass\n"
     done = subprocess.run([sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True)
     assert done.stdout.strip().endswith("False"), done.stderr
-    assert all(word in done.stdout for word in ("run", "inspect", "explain", "tune", "convert", "doctor"))
+    assert all(word in done.stdout for word in ("run", "inspect", "explain", "tune", "verify", "convert", "doctor"))
     assert "bench" not in done.stdout
 
 
@@ -91,7 +93,7 @@ def test_doctor():
         (["explain", "FOLDER", "--m", "0,1"], 2, "whole numbers"),
         (["explain", "FOLDER", "--kernel", "Nope"], 2, "not registered"),
         (["explain", "FOLDER", "--backend", "nope"], 2, "not registered"),
-        (["explain", "FOLDER", "--tp", "4096"], 1, "more ranks"),
+        (["explain", "FOLDER", "--tp", "4096"], 1, "cannot be cut over 4096 ranks"),
         (["explain", "FOLDER", "--disable", "Nope"], 2, "not registered"),
         (["explain", "FOLDER", "--policy", "fast"], 2, "unknown policy"),
         (["explain", "FOLDER", "--tp", "0"], 2, "Invalid value for"),
@@ -101,6 +103,10 @@ def test_doctor():
         (["run", "FOLDER", "--prompt", ""], 1, "no tokens"),
         (["run", "FOLDER", "--chat"], 1, "no chat template"),
         (["run", "FOLDER", "-n", "5000"], 1, "longer than the model's context"),
+        (["run", "FOLDER", "--top-k", "5"], 2, "give a temperature"),
+        (["run", "FOLDER", "--temperature", "inf"], 2, "finite temperature"),
+        (["run", "FOLDER", "--m", "0"], 2, "whole numbers"),
+        (["convert", "FOLDER", "/no/such/place", "--to", "gtpq"], 2, "unknown format"),
         (["run"], 2, "Missing argument"),
         (["frobnicate"], 2, "No such command"),
     ],
@@ -195,8 +201,6 @@ def test_explain_has_the_activation_dtype_of_run(folder):
 
 @pytest.mark.parametrize("name", ["m[/x]y", "m[red]z", "[bold]"])
 def test_names_are_not_interpreted_as_markup(folder, tmp_path, name):
-    import shutil
-
     strange = tmp_path / name
     shutil.copytree(folder, strange)
     for words in (["inspect"], ["explain"], ["run", "--prompt", "w5", "-n", "1"]):
@@ -216,3 +220,71 @@ def test_unwritable_output(folder):
     assert full.returncode == 1 and "Traceback" not in full.stderr and "cannot write" in full.stderr
     gone = subprocess.run(["bash", "-c", f"{code} | head -c 1 > /dev/null"], capture_output=True, text=True)
     assert "Traceback" not in gone.stderr
+
+
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_a_closed_pipe(folder, option):
+    code = f"set -o pipefail; {sys.executable} -m bitline inspect {folder} {option} | true"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 141 and not done.stderr, done
+
+
+@pytest.mark.parametrize("name", ["CPUBatchInvariant", "cpubatchinvariant", "cpubatchinvariantlinearkernel"])
+def test_kernels_by_the_names_that_tables_print(folder, name):
+    report = json.loads(bitline("explain", folder, "--kernel", name, "--platform", "cpu:avx512", "--json").stdout)
+    assert report["policy"]["kernel"] == "CPUBatchInvariantLinearKernel"
+    assert {p["kernel"] for p in report["plans"]} == {"CPUBatchInvariantLinearKernel"}
+    report = json.loads(bitline("explain", folder, "--disable", f"{name},cpuwna16", "--platform", "cpu:avx512", "--json").stdout)
+    assert report["policy"]["disabled"] == ["CPUBatchInvariantLinearKernel", "CPUWNA16LinearKernel"]
+    assert not {p["kernel"] for p in report["plans"]} & set(report["policy"]["disabled"])
+
+
+def test_a_name_of_the_hub_without_a_network(folder, tmp_path):
+    done = bitline("run", "no-such-organisation/no-such-model", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert done.returncode == 1 and "the Hugging Face hub did not give it" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_sampling(folder):
+    def text(*options):
+        return json.loads(bitline("run", folder, "--prompt", "w5 w7", "-n", "12", "--json", "--no-check", *options).stdout)[
+            "text"
+        ]
+
+    drawn = text("--temperature", "5", "--seed", "1")
+    assert drawn == text("--temperature", "5", "--seed", "1") != text("--temperature", "5", "--seed", "2")
+    assert text("--temperature", "5", "--top-k", "1") == text()
+
+
+def test_threads_and_batch_sizes(folder):
+    done = bitline("run", folder, "--prompt", "w5", "-n", "2", "--json", "--threads", "1", "--m", "1,8")
+    assert "cores=1" in json.loads(done.stdout)["platform"]
+
+
+def test_a_conversation(folder, tmp_path):
+    """Each answer continues the whole conversation; the end of the input ends it."""
+    from transformers import AutoTokenizer
+
+    chatty = tmp_path / "chatty"
+    shutil.copytree(folder, chatty)
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.chat_template = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}w2"
+    tokenizer.save_pretrained(chatty)
+    command = [sys.executable, "-m", "bitline", "run", str(chatty), "--interactive", "-n", "4"]
+    done = subprocess.run(command, input="w5\n\nw7 w8\n", capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("tokens/s") == 2, done
+    first = bitline("run", chatty, "--chat", "--prompt", "w5", "-n", "4", "--json", "--no-check")
+    assert json.loads(first.stdout)["text"] in done.stdout
+    assert subprocess.run([*command[:5], "-i"], input="/exit\n", capture_output=True, text=True).returncode == 0
+    assert bitline("run", folder, "--interactive").returncode == 1
+    assert bitline("run", folder, "--interactive", "--json").returncode == 2
+
+
+def test_a_narrow_terminal_loses_no_letter(folder):
+    """Cells of a table that does not fit are wrapped, not cut off."""
+
+    def letters(width):
+        done = bitline("run", folder, "--prompt", "w5", "-n", "1", COLUMNS=str(width))
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done
+        return Counter(c for c in done.stdout if c.isalpha())
+
+    assert not letters(200) - letters(50) - Counter("ums")  # units of times differ from run to run

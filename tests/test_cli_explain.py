@@ -4,11 +4,12 @@ import contextlib
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from bitline import types
+from bitline import InputError, types
 from bitline.cli import (
     candidate_status,
     console,
@@ -23,6 +24,7 @@ from bitline.cli import (
 from bitline.kernels import registry
 from bitline.platform import PACKAGES, Platform
 from bitline.select import Policy, choose
+from tiny import compressed, llama
 
 FIXTURES = Path(__file__).parent / "fixtures" / "checkpoints"
 MACHINES = [
@@ -72,7 +74,8 @@ def documented(section):
 
 
 MAPS = (
-    "cost_seconds", "estimated_seconds", "measured_seconds", "totals", "now", "versions", "compilers", "plugin_failures",
+    "separate_seconds", "cost_seconds", "estimated_seconds", "measured_seconds", "totals", "now", "versions", "compilers",
+    "plugin_failures",
 )  # fmt: skip
 
 
@@ -91,7 +94,7 @@ def keys(value, prefix=""):
 
 def test_the_json_of_explain_has_the_documented_keys():
     made = [report(MIXED, p, tp=tp) for p in ("cuda:sm90", "cpu:zen,avx512_bf16") for tp in (1, 2)]
-    made.append(report("ct_nvfp4", "cuda:sm100"))
+    made += [report("ct_nvfp4", "cuda:sm100"), report("autoawq_gemm", "cpu:avx2", tp=2)]
     assert set().union(*map(keys, made)) == documented("explain")
     for one in made:
         back = json.loads(json.dumps(main._finite(one), allow_nan=False))
@@ -117,7 +120,7 @@ def test_the_json_of_doctor_has_the_documented_keys():
     assert {p["package"] for p in made["packages"]} == {p.distribution for p in PACKAGES.values()}
 
 
-def test_totals_are_the_sum_of_the_layers():
+def test_totals_are_the_sum_of_the_layers(tmp_path):
     made = report(MIXED, "cuda:sm90")
     assert made["layers"] == 4 == sum(p["layers"] for p in made["plans"])
     for m in ("1", "16", "512"):
@@ -125,18 +128,46 @@ def test_totals_are_the_sum_of_the_layers():
             sum(p["layers"] * p["cost_seconds"][m] for p in made["plans"])
         )
     assert made["totals"][""]["packed_bytes"] == sum(p["layers"] * p["packed_bytes"] for p in made["plans"])
-    cut = report(MIXED, "cuda:sm90", tp=2)
-    assert set(cut["totals"]) == {"N", "K"}
-    assert all(t["packed_bytes"] < 0.6 * made["totals"][""]["packed_bytes"] for t in cut["totals"].values())
+    for cut, dims in ((report(MIXED, "cuda:sm90", tp=2), {""}), (without_model(MIXED, "cuda:sm90", tmp_path, tp=2), {"N", "K"})):
+        assert set(cut["totals"]) == dims
+        assert all(t["packed_bytes"] < 0.6 * made["totals"][""]["packed_bytes"] for t in cut["totals"].values())
 
 
-def test_ranks_with_different_kernels_are_listed():
-    made = report(MIXED, "cuda:sm90", tp=3)
+def without_model(name, platform, folder, **more):
+    """The report of a fixture's layers without the configuration of a model."""
+    config = json.loads((FIXTURES / name / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config["quantization_config"]}))
+    shutil.copy(FIXTURES / name / "model.safetensors", folder)
+    return report(folder, platform, **more)
+
+
+def test_the_plan_of_ranks():
+    """Heads, rows and columns of the model, what each rank holds, and what ranks exchange."""
+    made = report(MIXED, "cuda:sm90", tp=4)
+    assert {(p["names"], p["cut"], tuple(p["shape"])) for p in made["plans"]} == {
+        ("1 × down_proj", "K", (256, 128)), ("2 × k_proj, v_proj", "N", (64, 256)), ("1 × q_proj", "N", (64, 256)),
+    }  # fmt: skip
+    facts = made["tensor_parallel"]
+    assert facts["planned"] and [r["query_heads"] for r in facts["ranks"]] == [1] * 4
+    assert {(r["kv_heads"], r["kv_heads_on_ranks"]) for r in facts["ranks"]} == {(1, 2)}
+    assert {e["what"]: e["count"] for e in facts["exchanges"]} == {"sum": 4, "embedding": 1, "gather": 1}
+    shown = text(made, 120)
+    assert "K/4" in shown and "1 query, 1 key-value, which 2 ranks have" in shown and "6 collective operations" in shown
+    uneven = report("ct_smol2L_fp8_block", "cuda:sm90", tp=2)
+    shapes = {(p["example"].rpartition(".")[2], tuple(p["ranks"])): p["shape"] for p in uneven["plans"]}
+    assert shapes["q_proj", (0,)] == [192, 576] and shapes["q_proj", (1,)] == [384, 576]
+    with pytest.raises(InputError, match=r"cut over 7 ranks.*4 heads.*at most 4 ranks"):
+        report(MIXED, "cuda:sm90", tp=7)
+
+
+def test_ranks_with_different_kernels_are_listed(tmp_path):
+    made = without_model(MIXED, "cuda:sm90", tmp_path, tp=3)
+    assert not made["tensor_parallel"]["planned"] and "no model to plan for" in " ".join(text(made).split())
     for key in {(p["example"], p["cut"]) for p in made["plans"]}:
         assert sorted(r for p in made["plans"] if (p["example"], p["cut"]) == key for r in p["ranks"]) == [0, 1, 2]
     shown = text(made, 120)
     assert "N/3 " in shown and "K/3 rank 0" in shown and "K/3 ranks 1-2" in shown
-    assert re.search(r"faster, but GluonHopper \(256×171\): scale blocks of 64 columns, offset by 42", shown)
+    assert re.search(r"faster, but GluonHopper, Machete \(256×171\): scale blocks of 64 columns, offset by 42", shown)
     assert explain_table.rank_spans([0, 2, 3, 4, 7]) == "0, 2-4, 7"
 
 
@@ -246,3 +277,17 @@ def test_at_commas_and_rate():
         "34.5 Gop/s",
         "12 op/s",
     ]
+
+
+def test_merged_layers_are_named_with_their_time(tmp_path):
+    folder, _ = compressed(tmp_path, llama())
+    made = explain.explain_report(folder, Platform.parse("cuda:sm90"), Policy())
+    assert sorted((m["names"], m["layers"], m["shape"]) for m in made["merged"]) == [
+        (["gate_proj", "up_proj"], 2, [320, 64]), (["q_proj", "k_proj", "v_proj"], 2, [128, 64]),
+    ]  # fmt: skip
+    for merged in made["merged"]:
+        assert all(0 < merged["cost_seconds"][m] <= merged["separate_seconds"][m] for m in ("1", "256"))
+    said = text(made, 120)
+    assert "load_model packs gate_proj, up_proj as one layer 320×64, 2 times" in " ".join(said.split())
+    assert not explain.explain_report(folder, Platform.parse("cpu:zen"), Policy())["merged"]
+    assert not explain.explain_report(folder, Platform.parse("cuda:sm90"), Policy(), tp=2)["merged"]

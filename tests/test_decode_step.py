@@ -312,17 +312,56 @@ def test_masks_batches_and_other_caches_run_in_transformers(pair, monkeypatch):
     core, count = native.core(), []
     monkeypatch.setattr(core, "decode_layer", lambda *a: count.append(1))
     ids = torch.tensor([[1, 5, 9, 33]])
-    logits(fast, ids, native_cache=False)
     logits(fast, ids.repeat(2, 1))
     for other in (transformers.DynamicCache(), transformers.StaticCache(config=fast.config, max_cache_len=8)):
         fast(input_ids=ids[:, :3], past_key_values=other)
         fast(input_ids=ids[:, 3:], past_key_values=other)
-    fast(input_ids=ids[:, :1])
     cache = transformers.DynamicCache(config=fast.config)
     decode_step.install_kv_cache(fast, cache)
     fast(input_ids=ids[:, :3], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1]]))
     fast(input_ids=ids[:, 3:], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1, 1]]))
     assert not count
+
+
+def test_empty_dynamic_caches_get_native_layers(pair, monkeypatch):
+    fast, plain = pair()
+    ids = torch.tensor([[1, 5, 9, 33, 7]])
+    with_install, without = logits(fast, ids), logits(fast, ids, native_cache=False)
+    assert torch.equal(with_install, without)
+    cache = transformers.DynamicCache(config=plain.config)
+    plain(input_ids=ids[:, :3], past_key_values=cache)  # filled by transformers: stays transformers'
+    fast(input_ids=ids[:, 3:4], past_key_values=cache)
+    assert all(type(layer) is transformers.cache_utils.DynamicLayer for layer in cache.layers)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+def test_generate_of_transformers_takes_native_steps(options, pair, monkeypatch):
+    fast, plain = pair()
+    core, count = native.core(), []
+    step = core.decode_layer
+    monkeypatch.setattr(core, "decode_layer", lambda *a: count.append(1) or step(*a))
+    ids, outputs = torch.tensor([[1, 5, 9, 33]]), []
+    for model in (fast, plain):
+        torch.manual_seed(0)
+        outputs.append(model.generate(ids, max_new_tokens=20, min_new_tokens=20, pad_token_id=0, **options))
+    assert torch.equal(*outputs)
+    assert len(count) == (0 if options else 2 * 19)
+
+
+def test_cache_layers_change_with_their_batch(pair):
+    pair()
+    layer, other = kv_cache_layer_class()(), transformers.cache_utils.DynamicLayer()
+    keys, values = torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16)
+    for cache in (layer, other):
+        cache.update(keys, values)
+        cache.crop(-3)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 2, 3]))
+        cache.update(torch.ones(3, 2, 1, 16), torch.zeros(3, 2, 1, 16))
+        with pytest.raises(ValueError, match="crop"):
+            cache.crop(2)
+    assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
 
 
 def test_observed_calls_run_in_torch(pair, monkeypatch):

@@ -67,3 +67,21 @@ def test_a_wrong_layer_is_found(bench):
     quantized[name] = quantized["model.layers.0.mlp.down_proj"]
     with pytest.raises(AssertionError, match="ours step"):
         bench.agreement(model, exact, quantized, dense, 2, 6)
+
+
+@torch.inference_mode()
+def test_merged_and_separate_layers_take_the_same_step(bench, monkeypatch):
+    import decoder_merged
+
+    monkeypatch.setitem(decoder_merged.SCHEMES, "W4A16", 32)
+    found = []
+    for merged in (False, True):
+        model = bench.llama(TINY, "cpu")
+        decoder_merged.quantize(model, "W4A16", merged=merged)
+        timing = decoder_merged.Timing(model, 3, 6, 9, "eager")
+        row = timing.times(1)
+        assert row["step_ms"] > 0 and row["linear_ms"] > 0 and row["layers"] == (9 if merged else 15)
+        found.append(timing.logits)
+    for apart, together in zip(*found, strict=True):
+        torch.testing.assert_close(apart, together, rtol=0.05, atol=0.05)
+    sys.modules.pop("decoder_merged")

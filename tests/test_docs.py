@@ -54,10 +54,14 @@ def test_toy_kernel_of_the_guide_passes_conformance_and_is_chosen():
     toy = scope["ToyInt8LinearKernel"]
     try:
         exec(python_blocks("adding-a-kernel.md")[1], scope)
+        assert scope["layer"].choice.best.name == "ToyInt8LinearKernel"
+        weight = bitline.quantize(torch.randn(48, 70), "W8A16", group_size=-1)
+        x = torch.randn(3, 70)
+        layer = bitline.QuantLinear(weight, act_dtype=torch.float32, kernel="ToyInt8LinearKernel")
+        torch.testing.assert_close(layer(x), x @ weight.dequantize().T)
         weight = bitline.quantize(torch.randn(48, 70), "W8A8")
         weight = bitline.QuantizedWeight(weight.spec.replace(act=None), weight.codes, weight.scale)
         layer = bitline.QuantLinear(weight, act_dtype=torch.float32, kernel="ToyInt8LinearKernel")
-        x = torch.randn(3, 70)
         torch.testing.assert_close(layer(x), x @ weight.dequantize().T)
         verdict = toy.can_implement(bitline.quantize(torch.randn(48, 128), "W4A16").spec)
         assert not verdict and "uint4b8" in verdict.reason and verdict.fix

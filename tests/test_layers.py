@@ -9,22 +9,24 @@ SRC = Path(__file__).parents[1] / "src"
 # Lowest first. A module may import modules of earlier rows and of its own entry. An entry is a module, or a folder without the
 # parts that have an entry of their own.
 ROWS = (
-    ("version", "errors", "env"),
+    ("version", "errors", "env", "host"),
     ("native",),
     ("memory",),
-    ("types", "bitstream"),
+    ("types", "bitstream", "expert_gate", "packed_module"),
     ("dequant", "weight_checks"),
     ("sharding",),
     ("platform", "weight", "act_quant"),
-    ("rtn", "formats.base", "kernels.base", "tuning"),
+    ("rtn", "formats.base", "kernels.base", "quantized_input", "tuning"),
     ("formats.io",),
     ("formats.quant_config", "formats.common", "kernels.registry"),
     ("formats", "kernels.integers", "kernels.microscaled", "kernels.cpu.costs", "kernels.providers.common"),
     ("checkpoint", "kernels.reference", "kernels.triton", "kernels.hopper", "kernels.cpu"),
     ("kernels.torch", "kernels.weight_only", "kernels.emulation", "select"),
     ("kernels.providers", "kernels.triton_fake_quant", "kernels.aliases", "linear", "testing"),
+    ("ops", "experts", "parallel"),
     ("kernels", "model", "protocol"),
-    ("kernels.linear", "conversion"),
+    ("kernels.linear", "conversion", "operators", "hf", "engines"),
+    ("vllm", "sglang"),
     ("cli",),
     ("__main__", "__init__"),
 )

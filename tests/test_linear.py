@@ -74,7 +74,7 @@ def test_the_input_dtype_can_be_chosen():
     ("x", "words"),
     [
         (torch.zeros(2, 63), r"\[2, 63\].*64"), (torch.zeros(2, 64, dtype=torch.float16), "float16.*float32"),
-        (torch.zeros(2, 64, dtype=torch.int32), "int32"), (torch.zeros(2, 64).requires_grad_(), "inference"),
+        (torch.zeros(2, 64, dtype=torch.int32), "int32"), (torch.zeros(2, 63).requires_grad_(), r"\[2, 63\]"),
     ],
 )  # fmt: skip
 def test_inputs_of_another_shape_or_dtype(x, words):
@@ -112,10 +112,9 @@ def test_a_move_updates_the_cached_call_arguments():
     assert meta(torch.empty(3, 64, device="meta")).shape == (3, 48)
 
 
-def test_it_has_no_parameters_and_no_state():
+def test_it_has_no_parameters():
     made = layer(bias=True)
-    assert not list(made.parameters()) and not made.state_dict()
-    made.load_state_dict({})
+    assert not list(made.parameters())
     assert made.packed_bytes() == sum(b.nbytes for b in made.buffers()) > 48 * 32
     assert "64 -> 48" in repr(made) and "uint4b8 channel" in repr(made) and "ReferenceLinearKernel" in repr(made)
 
@@ -382,8 +381,7 @@ def test_a_kernels_eager_function_is_used_only_where_the_dispatcher_is_not_neede
     with torch.profiler.profile():
         assert torch.equal(made(x), plain(x))
     assert torch.equal(torch.compile(made, backend="eager", fullgraph=True)(x), plain(x))
-    with pytest.raises(InputError, match="inference"):
-        made(x.clone().requires_grad_())
+    assert torch.equal(made(x.clone().requires_grad_()), plain(x))  # whose gradient the operator has
     w = weight()
     w = dataclasses.replace(w, spec=w.spec.replace(input_multiplier=True), input_multiplier=torch.full((64,), 2.0))
     scaled = QuantLinear(w, kernel="ReferenceLinearKernel")

@@ -273,3 +273,13 @@ def test_transformers_methods_disabled_by_packed_layers(tmp_path):
         model.resize_token_embeddings(200)
     model.tie_weights()
     assert torch.equal(logits(model), logits(dense))
+
+
+def test_weight_info_has_facts_and_no_values(tmp_path):
+    folder, _ = compressed(tmp_path, llama())
+    model = bitline.load_model(folder, dtype=torch.float32)
+    for layer in (model.model.layers[0].mlp.up_proj, copy.deepcopy(model).model.layers[0].mlp.up_proj):
+        assert layer.weight.dtype == torch.float32 and layer.weight.shape == (160, 64) and layer.weight.device.type == "cpu"
+        assert layer.weight._layer is layer and "weight" not in layer.state_dict()
+        with pytest.raises(TypeError):
+            torch.nn.functional.linear(torch.randn(1, 64), layer.weight)

@@ -134,7 +134,8 @@ def check_all(program, folder, specs, rows=ROWS):
 
 def build_portable(out, *compiler):
     """The portable level and native_portable.cpp as one program."""
-    variants = [p for p in (ROOT / "csrc" / "variants").glob("*.cpp") if not p.stem.startswith("gemm_") or p.stem == "gemm_pack"]
+    sources = (ROOT / "csrc" / "variants").glob("*.cpp")
+    variants = [p for p in sources if p.stem == "gemm_pack" or not p.stem.startswith(("gemm_", "experts"))]
     run(*compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-DBITLINE_ISA=portable", "-DBITLINE_ISA_portable=1",
         f"-I{ROOT / 'csrc'}", "-o", out, ROOT / "tests" / "native_portable.cpp", *sorted((ROOT / "csrc").glob("*.cpp")),
         *sorted(variants), "-ldl", "-lpthread")  # fmt: skip

@@ -30,7 +30,13 @@ def library(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("file", "tests"), [("test_native_amx.py", ""), ("test_native_cpu.py", AVX512), ("test_native_slices.py", "avx_vnni")]
+    ("file", "tests"),
+    [
+        ("test_native_amx.py", ""),
+        ("test_native_cpu.py", AVX512),
+        ("test_native_slices.py", "avx_vnni or avx512 or amx"),
+        ("test_native_experts.py", "avx_vnni or avx512 or amx or random_formats"),
+    ],
 )
 def test_passes_emulated(library, file, tests):
     env = os.environ | {"BITLINE_NATIVE_LIBRARY": str(library)}

@@ -89,7 +89,7 @@ def test_scales(spec):
     layout = packed_weight.layout_of(weight.spec, len(scale_columns))
     packed = packed_weight.pack(weight)
     assert packed.shape == (layout.section_offsets()[1],)
-    dtype = packed_weight._STORAGE_DTYPE[layout.scale_type]
+    dtype = packed_weight.STORAGE_DTYPE[layout.scale_type]
     found = section(packed, layout, "scales", dtype).view(layout.n_packed // 32, -1, 32)
     expected = torch.zeros(layout.n_packed, layout.num_groups, dtype=dtype)
     expected[: weight.spec.n] = weight.scales().to(dtype)[:, scale_columns]

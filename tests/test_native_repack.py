@@ -15,6 +15,7 @@ from bitline.formats.common import packed_int32
 from bitline.formats.gguf import blocks as gguf_blocks
 from bitline.formats.gguf.block_codes import BitPlanes
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES
+from bitline.formats.io.mapped_file import map_bytes
 from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
 from bitline.rtn import quantize
 from bitline.testing.generators import random_weight
@@ -66,7 +67,7 @@ def codes(n, k, bits, seed):
 
 
 SHAPES = [(1, 1), (7, 9), (16, 16), (33, 150), (48, 64), (129, 257)]
-examples = settings(max_examples=15, deadline=None)
+examples = settings(max_examples=15)
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
@@ -177,6 +178,21 @@ def test_prefaulted_memory():
     out = memory.empty(3000, 4096, dtype=torch.uint8)
     assert out.shape == (3000, 4096) and out.is_contiguous()
     assert (out.fill_(7) == 7).all() and memory.empty(0, 5, dtype=torch.int32).shape == (0, 5)
+
+
+@pytest.mark.parametrize("rows, columns", [(512, 640), (300, 1201)])
+def test_mapped_source(tmp_path, rows, columns):
+    """int32 that lie in a file, at an offset that is no page's, whose pages no one has touched."""
+    values = packed_int32_of(rows, columns, seed=3)
+    (tmp_path / "weights").write_bytes(b"x" * 4100 + values.numpy().tobytes())
+    source = lambda: map_bytes(tmp_path / "weights", 4100, values.nbytes, "w").view(torch.int32).view(rows, columns)
+    perm = torch.randperm(rows * 8, generator=generator(4)).int()
+    assert values.nbytes > 1 << 20
+    assert torch.equal(packed_int32.repack_gptq(source()), packed_int32.repack_gptq(values))
+    assert torch.equal(packed_int32.repack_awq(source(), 8 * columns), packed_int32.repack_awq(values, 8 * columns))
+    found = packed_int32.repack_gptq_permuted(source(), 4, perm)
+    assert torch.equal(found, packed_int32.repack_gptq_permuted(values, 4, perm))
+    same(lambda: packed_int32.repack_gptq(source()))
 
 
 INT4PACK = [

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import bitline
-from bitline import Choice, Kernel, LinearSpec, NoKernelError, Platform, Policy, choose, register_kernel, types
+from bitline import Choice, Kernel, LinearSpec, NoKernelError, Platform, Policy, choose, register_kernel, tuning, types
+from bitline.errors import InputError
 from bitline.kernels import registry
 from bitline.kernels.reference import ReferenceLinearKernel
 from bitline.kernels.registry import Entry
@@ -47,6 +48,29 @@ FAST = entry(kernel("Fast", 1e-6, backend="hare", batch_invariant=True))
 
 def pick(*entries, policy=None, platform=CPU, spec=SPEC):
     return choose(spec, platform, policy or Policy(), kernels=[REFERENCE, *entries])
+
+
+def test_a_ranking_is_kept_for_equal_arguments_only():
+    asked = []
+
+    def seconds(m):
+        asked.append(m)
+        return 1e-6
+
+    counted = entry(kernel("Counted", seconds))
+    first = pick(counted)
+    once = len(asked)
+    assert once and pick(counted).candidates == first.candidates and len(asked) == once
+    assert pick(counted, policy=Policy(m=(3,))).best.costs == (1e-6,) and asked[-1] == 3
+    assert pick(counted, FAST, policy=Policy(disabled=frozenset({"Counted"}))).best.name == "Fast"
+    key = tuning.key_of(SPEC)
+    slow = {key: tuning.LayerTimes({"Counted": {1: 1.0, 256: 1.0}, "Slow": {1: 1e-7, 256: 1e-7}})}
+    entries = [REFERENCE, counted, SLOW]
+    assert choose(SPEC, CPU, Policy(), kernels=entries).best.name == "Counted"
+    assert choose(SPEC, CPU, Policy(), kernels=entries, measured=slow).best.name == "Slow"
+    assert choose(SPEC, CPU, Policy(), kernels=entries).best.name == "Counted"
+    requested = choose(SPEC, CPU, Policy(kernel="Slow"), kernels=entries)  # moves a candidate to the front
+    assert requested.best.name == "Slow" and choose(SPEC, CPU, Policy(), kernels=entries).best.name == "Counted"
 
 
 @pytest.mark.parametrize("part", thinned(range(4), 2))
@@ -402,3 +426,35 @@ def test_explain_says_which_costs_are_measured_and_which_are_modelled():
         assert name is None or line.endswith(f"({rows[name]['cost_basis']})")
     elsewhere = bitline.choose(spec, "cuda:sm80,humming", Policy()).to_dict()["candidates"]
     assert all(c["cost_basis"] == "modelled" for c in elsewhere)
+
+
+def test_choose_wants_a_spec():
+    with pytest.raises(InputError, match="LinearSpec"):
+        choose("W4A16")
+
+
+def test_a_cheaper_candidate_that_lost_has_its_reason():
+    """Emulation with a lower modelled time than a kernel of the GPU ranks behind it, and `explain` says why."""
+    spec = LinearSpec(256, 256, types.float4_e2m1, (1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(256, 256))
+    found = []
+    for platform in ("cuda:sm100", "cuda:sm90", "cuda:sm75", "rocm:gfx942", "cpu:avx512"):
+        choice = choose(spec, platform)
+        cheaper = [c for c in choice.candidates[1:] if c.verdict and c.score < choice.best.score]
+        assert all(choice.ranks_behind(c) for c in cheaper)
+        assert choice.explain().count("ranks behind") == len(cheaper)
+        found += cheaper
+        assert not any(choice.ranks_behind(c) for c in choice.candidates if c.verdict and c not in cheaper)
+    requested = choose(spec, "cpu:avx512", Policy("ReferenceLinearKernel"))
+    cheaper = [c for c in requested.candidates[1:] if c.verdict and c.score < requested.best.score]
+    assert cheaper and all(requested.ranks_behind(c) == "not asked for" for c in cheaper)
+    assert "ranks behind: not asked for" in requested.explain()
+
+
+@pytest.mark.parametrize(("arch", "other"), [("sm999", "sm121"), ("sm61", "sm70"), ("gfx9999", "gfx1201")])
+def test_rates_of_unknown_chips_are_called_guesses(arch, other):
+    vendor = "rocm" if arch.startswith("gfx") else "cuda"
+    platform = Platform.parse(f"{vendor}:{arch}")
+    assert arch in platform.rates_note and other in platform.rates_note and "guesses" in platform.rates_note
+    assert platform.rates == Platform.parse(f"{vendor}:{other}").rates
+    assert platform.rates_note in choose(random_spec(0), platform).explain()
+    assert not Platform.parse("cuda:sm90").rates_note and not Platform.parse("cpu").rates_note

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bitline import Kernel, LinearSpec, QuantizedWeight, Verdict, types
+from bitline import ActSpec, Kernel, LinearSpec, QuantizedWeight, Verdict, types
 from bitline.kernels.reference import ReferenceLinearKernel
 from bitline.testing import (
     check,
@@ -187,6 +187,14 @@ class NotBatchInvariant(Toy):
         return y * (1 + 1e-7 * (x.shape[0] > 7))
 
 
+class ForgetsZeroPointsOfTheInput(Toy):
+    takes_quantized_input = True
+
+    @classmethod
+    def apply_quantized(cls, codes, scales, zero, packed, bias, spec):
+        return ReferenceLinearKernel.apply_quantized(codes, scales, None, packed, bias, spec)
+
+
 class FailsAtM1(Toy):
     @classmethod
     def apply(cls, x, packed, bias, spec):
@@ -243,6 +251,13 @@ class RefusesEverything(Toy):
 def test_the_suite_catches(kernel, message):
     with pytest.raises(AssertionError, match=message):
         check_kernel(kernel, [SPEC, SPEC.replace(n=8, bias=True)])
+
+
+def test_the_suite_catches_a_kernel_that_is_wrong_for_quantized_inputs_alone():
+    spec = LinearSpec(16, 64, types.int8, (1, 64), act=ActSpec(types.int8, symmetric=False), act_dtype=torch.float32)
+    assert check_kernel(Toy, [spec]).passed
+    with pytest.raises(AssertionError, match="quantized_input"):
+        check_kernel(ForgetsZeroPointsOfTheInput, [spec])
 
 
 def test_the_suite_refuses_a_platform_that_the_kernel_is_not_for():

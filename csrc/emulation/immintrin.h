@@ -148,6 +148,15 @@ BITLINE_SLOW I multishift(I control, I a) {
     return uint8_t(by ? x.e[i / 8] >> by | x.e[i / 8] << (64 - by) : x.e[i / 8]);
   });
 }
+BITLINE_SLOW I broadcast_128(__m128i v) {
+  uint8_t e[16];
+  memcpy(e, &v, 16);
+  return each<I, uint8_t>([&](int i) { return e[i % 16]; });
+}
+BITLINE_SLOW I shuffle_8(I a, I index) {  // within each 16 bytes
+  const U8 x(a), i(index);
+  return each<I, uint8_t>([&](int j) { return i.e[j] & 128 ? 0 : x.e[j / 16 * 16 + i.e[j] % 16]; });
+}
 BITLINE_SLOW __mmask64 movepi8_mask(I a) {
   const U8 x(a);
   uint64_t mask = 0;
@@ -366,6 +375,8 @@ template <class A, class B> BITLINE_SLOW void tile_dot_int8(int c, int a, int b)
 #define _mm512_unpacklo_epi64(a, b) bitline_emulation::unpack<bitline_emulation::U64, 0>(a, b)
 #define _mm512_unpackhi_epi64(a, b) bitline_emulation::unpack<bitline_emulation::U64, 1>(a, b)
 #define _mm512_shuffle_i32x4(a, b, c) bitline_emulation::shuffle_i32x4(a, b, c)
+#define _mm512_broadcast_i32x4(a) bitline_emulation::broadcast_128(a)
+#define _mm512_shuffle_epi8(a, i) bitline_emulation::shuffle_8(a, i)
 #define _mm512_movepi8_mask(a) bitline_emulation::movepi8_mask(a)
 #define _mm512_mask_blend_epi8(m, a, b) bitline_emulation::blend_8(m, a, b)
 #define _mm512_add_epi32(a, b) bitline_emulation::add_32(a, b)

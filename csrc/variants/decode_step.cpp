@@ -3,11 +3,12 @@
 
 #include <string.h>
 
+#include "variants/vector_math.h"
+
 namespace bitline::BITLINE_ISA {
 namespace {
 
 typedef float F32x16 __attribute__((vector_size(64)));
-typedef int32_t I32x16 __attribute__((vector_size(64)));
 typedef uint32_t U32x16 __attribute__((vector_size(64)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
 typedef float F32x8 __attribute__((vector_size(32)));
@@ -35,20 +36,6 @@ inline F32x16 load(const uint16_t* p, int64_t count) {
   return load(padded);
 }
 
-// Masks by integer arithmetic: GCC 12 compares vectors wider than the level's registers one element at a time.
-inline I32x16 is_nan(F32x16 f) { return (I32x16)(0x7F800000u - ((U32x16)f & 0x7FFFFFFFu)) >> 31; }
-inline I32x16 is_less(F32x16 a, F32x16 b) {
-  const F32x16 difference = a - b;
-  return ((I32x16)difference >> 31) & ~is_nan(difference);
-}
-
-// Round to bfloat16, to nearest even, as float32 bits; NaN stays NaN.
-inline U32x16 bf16_bits(F32x16 f) {
-  const U32x16 u = (U32x16)f;
-  const U32x16 nearest = u + 0x7FFF + ((u >> 16) & 1);
-  const U32x16 nan = (U32x16)is_nan(f);
-  return ((nearest & ~nan) | ((u | 0x400000) & nan)) & 0xFFFF0000u;
-}
 inline F32x16 round_bf16(F32x16 f) { return (F32x16)bf16_bits(f); }
 inline void store(uint16_t* p, F32x16 f, int64_t count = kLanes) {
   const U16x16 h = __builtin_convertvector(bf16_bits(f) >> 16, U16x16);
@@ -62,28 +49,6 @@ inline float reduce_add(F32x16 f) {
                   __builtin_shufflevector(f, f, 8, 9, 10, 11, 12, 13, 14, 15);
   const F32x4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
   return (b[0] + b[2]) + (b[1] + b[3]);
-}
-
-inline F32x16 select(I32x16 mask, F32x16 yes, F32x16 no) { return (F32x16)(((I32x16)yes & mask) | ((I32x16)no & ~mask)); }
-
-// e^x = 2^n * e^r by the Taylor polynomial of degree 7, |r| <= log(2) / 2. Zero below -87, infinity above 88.7.
-inline F32x16 exponential(F32x16 x) {
-  const F32x16 low = broadcast(-87.0f), high = broadcast(88.7f);
-  const F32x16 clamped = select(is_less(x, low), low, select(is_less(high, x), high, x));
-  const F32x16 magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const F32x16 t = clamped * 1.44269504f + magic;
-  const F32x16 n = t - magic;
-  const F32x16 r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;  // Cody-Waite: log(2) in two parts, the first of 9 bits
-  F32x16 p = r * (1.0f / 5040) + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  const F32x16 power = (F32x16)(((I32x16)t - (I32x16)magic + 127) << 23);
-  const F32x16 y = select(is_less(high, x), broadcast(__builtin_inff()), p * power);
-  return select(is_less(x, low), F32x16{}, y);
 }
 
 void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* y, int64_t n, float epsilon) {

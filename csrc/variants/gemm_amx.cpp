@@ -4,6 +4,9 @@
 
 namespace bitline::avx512 {
 extern const GemmKernels gemm_kernels;
+int64_t max_slices_m(const GemmCall& c);
+bool plan_few_rows(GemmCall& c, int64_t max_m);
+void plan_vectors(GemmCall& c);
 }
 
 namespace bitline::BITLINE_ISA {
@@ -316,6 +319,15 @@ void compute_blocks(const GemmCall& c, int64_t first, int64_t last, uint32_t* pa
 // about 110 for each 32 rows of x.
 bool prefers_scaled_panel(const GemmCall& c) { return 6 * c.m > 5 * c.w->group_k; }
 
+// Up to here digits of x by VNNI are faster than tiles, which other inputs than bfloat16 do not have.
+int64_t max_digits_m(const GemmCall& c) {
+  if (c.dtype != kBFloat16) return avx512::max_slices_m(c);
+  const PackedHeader& w = *c.w;
+  if (w.bits == 8) return w.group_k >= 64 ? 12 : 8;
+  if (w.bits == 3 || w.bits == 5) return 4;
+  return w.bits != 6 && w.group_k >= 32 && w.group_k < 64 ? 8 : 6;
+}
+
 // From M = 2 to here AVX-512's GEMV in float32 is faster than tiles, and than vdpbf16ps: two FMAs start in a cycle, one vdpbf16ps
 // in two.
 int64_t max_f32_m(const PackedHeader& w) { return w.bits == 8 ? 2 : w.group_k >= 64 ? 3 : 5; }
@@ -334,13 +346,14 @@ int64_t chunk_blocks_of(const GemmCall& c) {
 }
 
 void plan(GemmCall& c) {
-  avx512::gemm_kernels.plan(c);
+  if (avx512::plan_few_rows(c, max_digits_m(c))) return;
+  avx512::plan_vectors(c);
   const PackedHeader& w = *c.w;
   if (c.m == 1 || w.batch_invariant || c.compute == kComputeF32) return;
   if (c.compute == kComputeInt8 && c.m < kMinInt8M) return;
   if (c.compute == kComputeBF16 && c.m <= max_f32_m(w)) {
     c.compute = kComputeF32;
-    return avx512::gemm_kernels.plan(c);
+    return avx512::plan_vectors(c);
   }
   const int64_t k_per = k_per_int32(c.compute), step = k_step_of(w.group_k / k_per);
   const bool may_round = c.compute == kComputeBF16 && c.dtype == kBFloat16;

@@ -17,21 +17,35 @@ constexpr int kPanelOperands = kPanelBytes / 4 / kBlockN;
 
 // ---- GEMV ----------------------------------------------------------------------------------------------------------------
 
+// The sum of row m's products in vector i of rows of W: of all chains, and of all digits by their place value.
+template <class Compute, int MR, int CHAINS>
+INLINE __m512 sum_of_products(const typename Compute::Acc (&acc)[MR * Compute::digits][2][CHAINS], int m, int i) {
+  __m512 sum = _mm512_setzero_ps();
+  UNROLL for (int d = Compute::digits - 1; d >= 0; d--) {
+    typename Compute::Acc s = acc[d * MR + m][i][0];
+    UNROLL for (int j = 1; j < CHAINS; j++) s = Compute::add(s, acc[d * MR + m][i][j]);
+    const __m512 digit = Compute::to_f32(s);
+    sum = d == Compute::digits - 1 ? digit : _mm512_fmadd_ps(sum, _mm512_set1_ps(256), digit);
+  }
+  return sum;
+}
+
 // One N block, all of K, an M tile of MR rows: MR x 2 vectors of accumulators, each split into CHAINS independent ones, which
 // hide the latency of the multiply-adds.
 template <class Compute, int BITS, int MR, int CHAINS, bool OFFSET>
 void gemv_tile(const GemmCall& c, int64_t block, int64_t row, CodePrefetch code_prefetch) {
   using Codes = KBlock<BITS>;
   using Acc = typename Compute::Acc;
-  constexpr int columns = Codes::columns, operands = columns / Compute::k_per_operand;
+  constexpr int columns = Codes::columns, operands = columns / Compute::k_per_operand, ROWS = MR * Compute::digits;
   const PackedHeader& w = *c.w;
   const uint8_t* p = c.base + w.codes + block * n_block_bytes(w);
   const uint8_t* page = p;
   ScaleCursor cursor(w, c.base, block, 0);
   const uint32_t* x = c.x_packed + row * c.row_int32;
   const float* x_group_sums = c.x_group_sums + row * w.num_groups;
-  const int32_t* acc_init = c.acc_init + row * w.num_groups;
-  const typename Compute::template LutOf<BITS> lut(c.base, w);
+  const float* x_scales = c.slices.x_scales + row * w.num_groups;
+  const int32_t* acc_init = c.acc_init + row * w.num_groups * Compute::digits;
+  const typename Compute::template LutOf<BITS> lut(c);
   __m512 inner[MR][2], outer[MR][2];
   UNROLL for (int m = 0; m < MR; m++) inner[m][0] = inner[m][1] = outer[m][0] = outer[m][1] = _mm512_setzero_ps();
   const int64_t k_blocks = w.group_k / columns, group_bytes = k_blocks * 128 * Codes::vectors;
@@ -41,9 +55,9 @@ void gemv_tile(const GemmCall& c, int64_t block, int64_t row, CodePrefetch code_
     if (g % kPromoteGroups == 0 && g > 0)
       UNROLL for (int m = 0; m < MR; m++) UNROLL for (int i = 0; i < 2; i++)
         outer[m][i] = _mm512_add_ps(outer[m][i], inner[m][i]), inner[m][i] = _mm512_setzero_ps();
-    Acc acc[MR][2][CHAINS];
-    UNROLL for (int m = 0; m < MR; m++) UNROLL for (int i = 0; i < CHAINS; i++)
-      acc[m][0][i] = acc[m][1][i] = i == 0 ? Compute::init(acc_init, g * MR + m) : Acc{};
+    Acc acc[ROWS][2][CHAINS];
+    UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int i = 0; i < CHAINS; i++)
+      acc[m][0][i] = acc[m][1][i] = i == 0 ? Compute::init(acc_init, g * ROWS + m) : Acc{};
     for (; page < p + group_bytes; page += kPageBytes) prefetch(page + kPageDistance[0]), prefetch(page + kPageDistance[1]);
     prefetch(cursor.scales + kScaleDistance);
     if (OFFSET) prefetch(cursor.offsets + kScaleDistance);
@@ -55,21 +69,24 @@ void gemv_tile(const GemmCall& c, int64_t block, int64_t row, CodePrefetch code_
       code_prefetch.next += code_prefetch.bytes_per_k_block;
       UNROLL for (int j = 0; j < operands; j++) {
         const __m512i w0 = Compute::template operand<BITS>(codes0, lut, j), w1 = Compute::template operand<BITS>(codes1, lut, j);
-        UNROLL for (int m = 0; m < MR; m++) {
-          acc[m][0][j % CHAINS] = Compute::mac(acc[m][0][j % CHAINS], w0, x[j * MR + m]);
-          acc[m][1][j % CHAINS] = Compute::mac(acc[m][1][j % CHAINS], w1, x[j * MR + m]);
+        UNROLL for (int m = 0; m < ROWS; m++) {
+          acc[m][0][j % CHAINS] = Compute::mac(acc[m][0][j % CHAINS], w0, x[j * ROWS + m]);
+          acc[m][1][j % CHAINS] = Compute::mac(acc[m][1][j % CHAINS], w1, x[j * ROWS + m]);
         }
       }
-      x += operands * MR;
+      x += operands * ROWS;
       p += 128 * Codes::vectors;
     }
     const ScaleOffset a0 = cursor.half(0), a1 = cursor.half(1);
     cursor.next();
     UNROLL for (int m = 0; m < MR; m++) {
-      Acc s0 = acc[m][0][0], s1 = acc[m][1][0];
-      UNROLL for (int i = 1; i < CHAINS; i++) s0 = Compute::add(s0, acc[m][0][i]), s1 = Compute::add(s1, acc[m][1][i]);
-      inner[m][0] = _mm512_fmadd_ps(a0.scale, Compute::to_f32(s0), inner[m][0]);
-      inner[m][1] = _mm512_fmadd_ps(a1.scale, Compute::to_f32(s1), inner[m][1]);
+      __m512 scale0 = a0.scale, scale1 = a1.scale;
+      if constexpr (Compute::digits > 1) {
+        const __m512 unit = _mm512_set1_ps(x_scales[g * MR + m]);
+        scale0 = _mm512_mul_ps(scale0, unit), scale1 = _mm512_mul_ps(scale1, unit);
+      }
+      const __m512 s0 = sum_of_products<Compute, MR, CHAINS>(acc, m, 0), s1 = sum_of_products<Compute, MR, CHAINS>(acc, m, 1);
+      inner[m][0] = _mm512_fmadd_ps(scale0, s0, inner[m][0]), inner[m][1] = _mm512_fmadd_ps(scale1, s1, inner[m][1]);
       if (OFFSET) {
         const __m512 sum = _mm512_set1_ps(x_group_sums[g * MR + m]);
         inner[m][0] = _mm512_fmadd_ps(a0.offset, sum, inner[m][0]);
@@ -82,7 +99,10 @@ void gemv_tile(const GemmCall& c, int64_t block, int64_t row, CodePrefetch code_
 }
 
 // A dozen accumulators in all keep the multiply-add units busy: small M tiles have several chains for each.
-constexpr int chains_of(int rows) { return rows <= 3 ? 4 : rows <= 5 ? 2 : 1; }
+template <class Compute> constexpr int chains_of(int rows) {
+  if (Compute::digits > 1) return rows * Compute::digits <= 3 ? 2 : 1;
+  return rows <= 3 ? 4 : rows <= 5 ? 2 : 1;
+}
 
 // One N block, all M tiles. From the second M tile on the block is read from cache, so each M tile prefetches its share of the
 // next N block instead; the first M tile of the first block prefetches its own.
@@ -99,8 +119,11 @@ template <class Compute, int BITS, bool OFFSET> void gemv(const GemmCall& c, int
     }
     switch (m_tile_start(c, c.m_tile_begin + t + 1) - row) {
 #define BITLINE_TILE(MR) case MR: \
-      if (chains_of(MR) == 1 || c.w->batch_invariant) gemv_tile<Compute, BITS, MR, 1, OFFSET>(c, block, row, code_prefetch); \
-      else gemv_tile<Compute, BITS, MR, chains_of(MR), OFFSET>(c, block, row, code_prefetch); \
+      if constexpr (MR <= Compute::max_rows) { \
+        constexpr int chains = chains_of<Compute>(MR); \
+        if (Compute::digits == 1 && c.w->batch_invariant) gemv_tile<Compute, BITS, MR, 1, OFFSET>(c, block, row, code_prefetch); \
+        else gemv_tile<Compute, BITS, MR, chains, OFFSET>(c, block, row, code_prefetch); \
+      } \
       break;
       BITLINE_TILE(1) BITLINE_TILE(2) BITLINE_TILE(3) BITLINE_TILE(4) BITLINE_TILE(5) BITLINE_TILE(6)
       BITLINE_TILE(7) BITLINE_TILE(8) BITLINE_TILE(9) BITLINE_TILE(10) BITLINE_TILE(11) BITLINE_TILE(12)
@@ -254,7 +277,7 @@ template <class Compute, int BITS> void panel_gemm(const GemmCall& c, int64_t bl
       if constexpr (BITS == 8 && Compute::k_per_operand == 2) {
         if (fused && t == 0) {
           panel_tile_of<Compute>(
-              rows, slice, FromCodes<Compute, BITS>{codes, panel, typename Compute::template LutOf<BITS>(c.base, w), {}, {}},
+              rows, slice, FromCodes<Compute, BITS>{codes, panel, typename Compute::template LutOf<BITS>(c), {}, {}},
               c.x_packed + row * c.row_int32 + at * rows, c.x_group_sums + group, c.acc_init + group, acc + 32 * row);
           continue;
         }

@@ -9,7 +9,6 @@
 
 #include "gemm.h"
 
-
 namespace bitline::BITLINE_ISA {
 namespace {
 
@@ -29,8 +28,8 @@ INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b) { return _mm512_t
 // The look-up table of bfloat16 values. Entries past 2**BITS repeat, so that the bits above an index do not matter.
 template <int BITS> struct Lut {
   __m512i t[BITS == 8 ? 8 : BITS == 6 ? 2 : 1];
-  INLINE explicit Lut(const uint8_t* base, const PackedHeader& w) {
-    const uint16_t* v = reinterpret_cast<const uint16_t*>(base + w.lut_bf16);
+  INLINE explicit Lut(const GemmCall& c) {
+    const uint16_t* v = reinterpret_cast<const uint16_t*>(c.base + c.w->lut_bf16);
     if constexpr (BITS < 6) {
       t[0] = load(v);
     } else if constexpr (BITS == 6) {
@@ -109,9 +108,9 @@ INLINE __m512 high_f32(__m512i bf16_pair) {
 }
 
 // A compute type: operand j of a K block is a vector of int32, k_per_operand columns of 16 rows, and is multiplied with one
-// int32 of x.
+// int32 of x. max_rows: of an M tile. digits: slices of x (gemm_avx512_slices.cpp), each multiplied as a row of its own.
 struct ComputeBF16 {
-  static constexpr int k_per_operand = 2;
+  static constexpr int k_per_operand = 2, digits = 1, max_rows = kMaxTileM;
   using Acc = __m512;
   template <int BITS> using LutOf = Lut<BITS>;
   static INLINE Acc init(const int32_t*, int64_t) { return _mm512_setzero_ps(); }
@@ -130,10 +129,10 @@ template <int BITS> struct LutF32 : Lut<BITS> {
 };
 template <> struct LutF32<4> {
   __m512 t;
-  INLINE explicit LutF32(const uint8_t* base, const PackedHeader& w) : t(_mm512_loadu_ps(base + w.lut_f32)) {}
+  INLINE explicit LutF32(const GemmCall& c) : t(_mm512_loadu_ps(c.base + c.w->lut_f32)) {}
 };
 struct ComputeF32 {
-  static constexpr int k_per_operand = 1;
+  static constexpr int k_per_operand = 1, digits = 1, max_rows = kMaxTileM;
   using Acc = __m512;
   template <int BITS> using LutOf = LutF32<BITS>;
   static INLINE Acc init(const int32_t*, int64_t) { return _mm512_setzero_ps(); }
@@ -155,10 +154,10 @@ struct ComputeF32 {
 
 // VNNI: unsigned codes as bytes times int8; convert_to_compute_type puts x's columns into the order of the codes' bytes.
 struct ComputeInt8 {
-  static constexpr int k_per_operand = 4;
+  static constexpr int k_per_operand = 4, digits = 1, max_rows = kMaxTileM;
   using Acc = __m512i;
   template <int BITS> struct LutOf {
-    INLINE explicit LutOf(const uint8_t*, const PackedHeader&) {}
+    INLINE explicit LutOf(const GemmCall&) {}
   };
   static INLINE Acc init(const int32_t* acc_init, int64_t i) { return _mm512_set1_epi32(acc_init[i]); }
   template <int BITS> static INLINE __m512i operand(const KBlock<BITS>& codes, const LutOf<BITS>&, int j) {

@@ -34,7 +34,7 @@ INLINE __m512i scale_pair(__m512i pair, __m512 scale, __m512 offset) {
 template <class Compute, int BITS>
 void dequantize(const GemmCall& c, const uint8_t* p, int64_t k_blocks, uint32_t* panel, const uint8_t* next = nullptr) {
   using Codes = KBlock<BITS>;
-  const typename Compute::template LutOf<BITS> lut(c.base, *c.w);
+  const typename Compute::template LutOf<BITS> lut(c);
   for (int64_t kb = 0; kb < k_blocks; kb++) {
     Codes codes0, codes1;
     codes0.read(p), codes1.read(p + 64);
@@ -55,7 +55,7 @@ template <int BITS>
 void dequantize_scaled(const GemmCall& c, const uint8_t* p, int64_t k_blocks, const float* scales, const float* offsets,
                        uint32_t* panel, const uint8_t* next = nullptr) {
   using Codes = KBlock<BITS>;
-  const Lut<BITS> lut(c.base, *c.w);
+  const Lut<BITS> lut(c);
   const __m512 s0 = _mm512_loadu_ps(scales), s1 = _mm512_loadu_ps(scales + 16), zero = _mm512_setzero_ps();
   const __m512 o0 = offsets ? _mm512_loadu_ps(offsets) : zero, o1 = offsets ? _mm512_loadu_ps(offsets + 16) : zero;
   for (int64_t kb = 0; kb < k_blocks; kb++) {

@@ -14,30 +14,6 @@ constexpr int64_t kPassBytes = 2048;  // of codes that are read for some rows of
 
 // ---- codes to bytes ------------------------------------------------------------------------------------------------------
 
-// Bits of a byte vector that one shift of one int32 of the K block brings into place. shift: to the right.
-struct ByteTerm {
-  int index, shift;
-  uint32_t mask;
-};
-template <int BITS> struct ByteTerms {
-  int count[byte_vectors<BITS>()];
-  ByteTerm term[byte_vectors<BITS>()][2 * BITS];
-};
-template <int BITS> constexpr ByteTerms<BITS> make_byte_terms() {
-  ByteTerms<BITS> all{};
-  for (int j = 0; j < byte_vectors<BITS>(); ++j)
-    for (int byte = 0; byte < 2; ++byte)
-      for (int bit = 0; bit < BITS; ++bit) {
-        const BitPosition at = bit_position(BITS, 2 * byte_pair<BITS>(j, byte), bit);
-        const int shift = at.bit - 8 * byte - bit;
-        int i = 0;
-        while (i < all.count[j] && (all.term[j][i].index != at.index || all.term[j][i].shift != shift)) ++i;
-        if (i == all.count[j]) all.term[j][all.count[j]++] = {at.index, shift, 0};
-        all.term[j][i].mask |= 0x00010001u << (8 * byte + bit);
-      }
-  return all;
-}
-
 template <int BITS> INLINE U32 unpack_bytes(const U32 (&v)[k_block_of(BITS) * BITS / 32], int j) {
   constexpr ByteTerms<BITS> terms = make_byte_terms<BITS>();
   if constexpr (BITS == 8) return v[0] ^ splat(code_bias(BITS) * 0x01010101u);

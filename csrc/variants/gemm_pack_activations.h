@@ -18,17 +18,6 @@ namespace {
 
 typedef float F32xLanes __attribute__((vector_size(4 * kLanes)));
 
-uint32_t bits_of(float v) {
-  uint32_t b;
-  memcpy(&b, &v, 4);
-  return b;
-}
-float from_bits(uint32_t b) {
-  float v;
-  memcpy(&v, &b, 4);
-  return v;
-}
-
 #ifdef __aarch64__
 void f16_to_f32(const uint16_t* h, int64_t n, float* out) {
   int64_t i = 0;

@@ -30,11 +30,6 @@ bool codes_as_integers(const GemmCall& c, SlicedCall& s) {
   return w.is_integer || (w.bits == 4 && table_as_integers(reinterpret_cast<const float*>(c.base + w.lut_f32), s));
 }
 
-// Whether products of W's codes and of x, quantized to int8, are summed as int32.
-bool has_int8_activations(const PackedHeader& w) {
-  return w.act_quant == kActInt8 && w.is_integer && (w.bits == 4 || w.bits == 8);
-}
-
 // Digits of x: 14 bits and the sign below the largest element of a group for bfloat16, of which codes of 8 bits take three, 22
 // bits for float16, 30 for float32. int8 activations are one digit, or two where digits have 7 bits.
 int slice_count(const GemmCall& c, bool int8) {
@@ -51,7 +46,7 @@ bool plan_slices(GemmCall& c, int64_t max_m) {
   const bool int8 = has_int8_activations(w) && (kWideDot || w.bits == 4 || c.m <= 16);
   if (w.batch_invariant || (!int8 && c.m > max_m) || !codes_as_integers(c, c.slices)) return false;
   if (!int8 && w.act_quant == kActNone && !has_fixed_point_range(c.x, c.m * w.k, c.dtype)) return false;
-  c.slices.count = slice_count(c, int8), c.slices.x_is_int8 = int8;
+  c.slices.count = slice_count(c, int8), c.slices.x_is_int8 = int8, c.slices.max_tile_m = kMaxTileM;
   c.strategy = kInt8Slices, c.row_int32 = w.k_packed / 4 * c.slices.count;
   return true;
 }

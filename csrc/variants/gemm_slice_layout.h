@@ -1,4 +1,5 @@
-// Which columns of a K block the bytes of int8 products hold, and how x is split into slices (gemm_int8_slices.h).
+// Which columns of a K block the bytes of int8 products hold, how they are brought there, and how x is split into slices
+// (gemm_int8_slices.h, gemm_avx512_slices.cpp).
 #pragma once
 
 #include "packed_weight.h"
@@ -40,6 +41,30 @@ template <int BITS> constexpr int byte_vectors() { return k_block_of(BITS) / 4; 
 
 // Column of a K block in byte `byte` of byte vector j.
 template <int BITS> constexpr int byte_column(int j, int byte) { return 2 * byte_pair<BITS>(j, byte & 1) + (byte >> 1); }
+
+// Bits of a byte vector that one shift of one int32 of the K block brings into place. shift: to the right.
+struct ByteTerm {
+  int index, shift;
+  uint32_t mask;
+};
+template <int BITS> struct ByteTerms {
+  int count[byte_vectors<BITS>()];
+  ByteTerm term[byte_vectors<BITS>()][2 * BITS];
+};
+template <int BITS> constexpr ByteTerms<BITS> make_byte_terms() {
+  ByteTerms<BITS> all{};
+  for (int j = 0; j < byte_vectors<BITS>(); ++j)
+    for (int byte = 0; byte < 2; ++byte)
+      for (int bit = 0; bit < BITS; ++bit) {
+        const BitPosition at = bit_position(BITS, 2 * byte_pair<BITS>(j, byte), bit);
+        const int shift = at.bit - 8 * byte - bit;
+        int i = 0;
+        while (i < all.count[j] && (all.term[j][i].index != at.index || all.term[j][i].shift != shift)) ++i;
+        if (i == all.count[j]) all.term[j][all.count[j]++] = {at.index, shift, 0};
+        all.term[j][i].mask |= 0x00010001u << (8 * byte + bit);
+      }
+  return all;
+}
 
 }  // namespace
 }  // namespace bitline::BITLINE_ISA

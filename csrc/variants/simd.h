@@ -72,7 +72,6 @@ INLINE F32 look_up(const Table16& t, U32 code) {
   return F32(_mm256_blendv_ps(low, high, __m256(code << 28)));
 }
 INLINE F32 gather(const float* table, U32 code) { return F32(_mm256_i32gather_ps(table, __m256i(code), 4)); }
-INLINE U8x16 shuffle(U8x16 v, U8x16 order) { return U8x16(_mm_shuffle_epi8(__m128i(v), __m128i(order))); }
 
 // Unsigned bytes times signed bytes. dot4 adds four products to a 32-bit lane (VNNI). dot2: sums of two, saturated to 16 bits;
 // widen_add adds pairs of those to 32-bit lanes.
@@ -118,7 +117,6 @@ INLINE F32 look_up(const Table16& t, U32 code) {
   return F32(vqtbl4q_u8(t.bytes, uint8x16_t(code * 0x04040404u + 0x03020100u)));
 }
 INLINE F32 gather(const float* table, U32 code) { return F32{table[code[0]], table[code[1]], table[code[2]], table[code[3]]}; }
-INLINE U8x16 shuffle(U8x16 v, U8x16 order) { return U8x16(vqtbl1q_u8(uint8x16_t(v), uint8x16_t(order))); }
 
 // Four products of a byte of codes and a signed one are added to a 32-bit lane. Codes are unsigned with i8mm; without it signed,
 // see code_bias().

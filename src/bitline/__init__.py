@@ -21,14 +21,20 @@ if TYPE_CHECKING:
         NoKernelError,
         OutOfMemoryError,
         PlatformError,
+        VerificationError,
         WeightError,
     )
+    from bitline.expert_gate import ExpertGate
+    from bitline.experts import QuantExperts
     from bitline.formats.discovery import register_format
     from bitline.kernels.base import Kernel
     from bitline.kernels.registry import register_kernel
     from bitline.linear import QuantLinear
     from bitline.model.load import load_model
+    from bitline.model.verify import verify
+    from bitline.operators import register_operators
     from bitline.platform import Platform
+    from bitline.quantized_input import QuantizedInput
     from bitline.rtn import quantize
     from bitline.select import Choice, Policy, choose
     from bitline.types import ActSpec, LinearSpec, ScalarType, Verdict
@@ -39,14 +45,19 @@ _EXPORTS = {
     "bitline.conversion": ("ConversionReport", "convert"),
     "bitline.errors": (
         "BitlineError", "CheckpointError", "ConversionError", "InputError", "NoKernelError", "OutOfMemoryError", "PlatformError",
-        "WeightError",
+        "VerificationError", "WeightError",
     ),
+    "bitline.expert_gate": ("ExpertGate",),
+    "bitline.experts": ("QuantExperts",),
     "bitline.formats.discovery": ("register_format",),
     "bitline.kernels.base": ("Kernel",),
     "bitline.kernels.registry": ("register_kernel",),
     "bitline.linear": ("QuantLinear",),
     "bitline.model.load": ("load_model",),
+    "bitline.model.verify": ("verify",),
+    "bitline.operators": ("register_operators",),
     "bitline.platform": ("Platform",),
+    "bitline.quantized_input": ("QuantizedInput",),
     "bitline.rtn": ("quantize",),
     "bitline.select": ("Choice", "Policy", "choose"),
     "bitline.types": ("ActSpec", "LinearSpec", "ScalarType", "Verdict"),
@@ -55,10 +66,11 @@ _EXPORTS = {
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
-    "ActSpec", "BitlineError", "Checkpoint", "CheckpointError", "Choice", "ConversionError", "ConversionReport", "InputError",
-    "Kernel", "LinearSpec", "NoKernelError", "OutOfMemoryError", "Platform", "PlatformError", "Policy", "QuantLinear",
-    "QuantizedWeight", "ScalarType", "Verdict", "WeightError", "__version__", "choose", "convert", "load_model",
-    "open_checkpoint", "quantize", "register_format", "register_kernel",
+    "ActSpec", "BitlineError", "Checkpoint", "CheckpointError", "Choice", "ConversionError", "ConversionReport", "ExpertGate",
+    "InputError", "Kernel", "LinearSpec", "NoKernelError", "OutOfMemoryError", "Platform", "PlatformError", "Policy",
+    "QuantExperts", "QuantLinear", "QuantizedInput", "QuantizedWeight", "ScalarType", "Verdict", "VerificationError",
+    "WeightError", "__version__", "choose", "convert", "load_model", "open_checkpoint", "quantize", "register_format",
+    "register_kernel", "register_operators", "verify",
 ]  # fmt: skip
 
 

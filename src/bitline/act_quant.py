@@ -34,23 +34,39 @@ def quantize_input(
         scale = scale.float().reshape(1, 1)
         zero = None if zero is None or act.symmetric else zero.to(torch.int32).reshape(1, 1)
     else:
-        scale, zero = _dynamic_scale(values if act.granularity == "token" else values.reshape(1, -1), act)
-    return _encode(values, act, scale, zero), scale, zero
+        scale, zero = dynamic_scale(values if act.granularity == "token" else values.reshape(1, -1), act)
+    return encode(values, act, scale, zero), scale, zero
 
 
 def quantize_groups(x: Tensor, act: ActSpec) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize x [M, K] per group: (codes [M, K], scale float32 [M, K / group_size], zero point int32 like scale or None).
 
-    For dynamic schemes with float32 scales whose group size divides K. Each group is quantized as `quantize_input` does a token.
+    For dynamic schemes whose group size divides K. Each group is quantized as `quantize_input` does a token; E8M0 scales, of FP8
+    codes, are powers of two as `fake_quantize` chooses them.
     """
+    if act.scale == "e8m0":
+        return _quantize_e8m0(x.float(), act)
     grid = (x.shape[0], x.shape[1] // act.group_size)
     per_token = ActSpec(act.dtype, True, "token", 0, act.symmetric, limit=act.limit)
     codes, scale, zero = quantize_input(x.reshape(-1, act.group_size), per_token)
     return codes.view(x.shape), scale.view(grid), None if zero is None else zero.view(grid)
 
 
-def _dynamic_scale(x: Tensor, act: ActSpec) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of each row of x [R, K], both [R, 1]."""
+def _quantize_e8m0(x: Tensor, act: ActSpec) -> tuple[Tensor, Tensor, None]:
+    """As `quantize_groups`, of x float32."""
+    groups = x.unflatten(1, (-1, act.group_size))
+    scale = _e8m0_scale(groups.abs().amax(-1, keepdim=True), act)
+    return encode(groups, act, scale, None).flatten(1), scale.squeeze(-1), None
+
+
+def _e8m0_scale(amax: Tensor, act: ActSpec) -> Tensor:
+    """The power-of-two scale of MX blocks with these absolute maxima, 1 for a block of zeros."""
+    power = torch.ldexp(torch.ones_like(amax), mx_exponent(amax, act.dtype.max()).clamp(-127, 127))
+    return torch.where(amax > 0, power, torch.ones_like(amax))
+
+
+def dynamic_scale(x: Tensor, act: ActSpec) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of each row of x float32 [R, K], both [R, 1]; of rows of K or of their extremes alone."""
     if x.shape[-1] == 0 or x.shape[0] == 0 or x.numel() == 0:
         return x.new_ones(x.shape[0], 1), None
     eps = torch.finfo(torch.float32).eps
@@ -76,7 +92,7 @@ def exact_div(values: Tensor, by: float) -> Tensor:
     return values / torch.full((), by, dtype=values.dtype, device=values.device)
 
 
-def _encode(values: Tensor, act: ActSpec, scale: Tensor, zero: Tensor | None) -> Tensor:
+def encode(values: Tensor, act: ActSpec, scale: Tensor, zero: Tensor | None) -> Tensor:
     """Round values / scale + zero to codes, saturating."""
     scaled = values / scale
     if act.dtype.kind == "float":
@@ -115,8 +131,7 @@ def _fake_quantize_block_scaled(groups: Tensor, act: ActSpec, input_global_scale
         scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-127)), torch.ones_like(amax))
         return (groups / scale).round_().clamp_(-qmax, qmax) * scale
     if act.scale == "e8m0":
-        exponent = mx_exponent(amax, act.dtype.max())
-        scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)), torch.ones_like(amax))
+        scale = _e8m0_scale(amax, act)
     elif act.scale == "e5m3":
         block_scale = round_to(exact_div(amax, act.dtype.max()), "ufloat8_e5m3")
         scale = torch.where(block_scale > 0, block_scale, torch.ones_like(block_scale))

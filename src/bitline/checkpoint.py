@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from bitline.errors import BitlineError, CheckpointError, OutOfMemoryError
-from bitline.formats.base import MEMORY_MARGIN_BYTES, LayerRecord, Reader, TensorInfo, TensorSource
+from bitline.formats.base import HARMLESS, MEMORY_MARGIN_BYTES, LayerRecord, Reader, TensorInfo, TensorSource
 from bitline.formats.discovery import readers
 from bitline.formats.io.checkpoint_files import PICKLES, pickle_error
 from bitline.formats.io.safetensors_source import SafetensorsSource
 from bitline.formats.quant_config import find_quantization
+from bitline.host import without_default_device
+from bitline.weight import QuantizedWeight
 
 # Known quantization methods that no reader supports yet.
 UNSUPPORTED_METHODS = (
@@ -91,6 +93,7 @@ class Checkpoint:
         claimed = _claimed(self._layers)
         return [name for name in self.source.tensors if name not in claimed]
 
+    @without_default_device
     def read(self, name: str) -> Tensor:
         """A tensor as it is stored, memory-mapped where possible; a CheckpointError where there is none of this name."""
         return self.source.read(name)
@@ -101,11 +104,11 @@ class Checkpoint:
         records = [] if reader is None else _guard(lambda: list(reader.layers(self.source)), self.path, reader.name)
         self._check_names(records)
         self._check_unclaimed_codes(records)
-        records = self._with_warnings(records)
+        strays = self._unclaimed_by_layer(records)
         stored = sum(info.nbytes for info in self.source.tensors.values())
         for record in records:
             _check_memory(record, self.source.tensors[record.tensors[0]], stored)
-        return tuple(_guarded(record, self.path) for record in records)
+        return tuple(self._guarded(record, strays.get(record.name, [])) for record in records)
 
     def _check_names(self, records: Sequence[LayerRecord]) -> None:
         if nameless := next((record for record in records if not record.name), None):
@@ -131,14 +134,56 @@ class Checkpoint:
             return True
         return info.dtype in _PACKED_DTYPES and is_weight and len(info.shape) > 1 and not self.is_gguf
 
-    def _with_warnings(self, records: Sequence[LayerRecord]) -> list[LayerRecord]:
-        """The records, with a warning where a layer's module has tensors that its reader does not use."""
+    # ---- tensors that nothing uses ---------------------------------------------------------------------------------------
+
+    def _unclaimed_by_layer(self, records: Sequence[LayerRecord]) -> dict[str, list[str]]:
+        """Tensors inside a quantized layer's module, or named after the stack that it is an expert of, that belong to no layer;
+        by the layer's name, under the first expert's for a stack.
+        """
         claimed = _claimed(records)
-        unused: dict[str, list[str]] = {}
-        for name in self.source.tensors.keys() - claimed if records else ():
-            module, _, suffix = name.rpartition(".")
-            unused.setdefault(module, []).append(suffix)
-        return [_warn_about_unused(record, unused.get(record.name, ())) for record in records]
+        modules = {record.name: record.name for record in records}
+        stacks: dict[str, str] = {}
+        for record in records:
+            if (stack := _stack_of(record)) is not None:
+                stacks.setdefault(stack, record.name)
+        lengths = sorted({len(name) for name in (*modules, *stacks)}, reverse=True)  # the innermost module first
+        found: dict[str, list[str]] = {}
+        for name in self.source.tensors:
+            if name not in claimed and (owner := _owner(name, modules, stacks, lengths)) is not None:
+                found.setdefault(owner, []).append(name)
+        return found
+
+    def _guarded(self, record: LayerRecord, strays: Sequence[str]) -> LayerRecord:
+        """The record with a warning about its strays, and reading functions that raise BitlineErrors only and refuse a layer with
+        a tensor that nothing used.
+        """
+
+        def checked(read: Callable[[], QuantizedWeight]) -> QuantizedWeight:
+            weight = _guard(read, self.path, record.name)
+            self._check_all_used(record, strays)
+            return weight
+
+        oddities, parts = (*record.oddities, *_stray_warning(record.name, strays)), record.parts
+        if parts is not None:
+            read_part = parts.read
+            parts = dataclasses.replace(parts, read=lambda *part: checked(functools.partial(read_part, *part)))
+        return dataclasses.replace(record, read=functools.partial(checked, record.read), oddities=oddities, parts=parts)
+
+    def _check_all_used(self, record: LayerRecord, strays: Sequence[str]) -> None:
+        """An error for a tensor of a layer that was read by nothing: the weight would lack what it holds."""
+        if self.source.reads.isdisjoint(record.tensors):  # a plug-in's reader that reads the files by itself
+            return
+        others = [name for name in strays if name.rpartition(".")[2] not in HARMLESS]
+        for name in (*record.tensors, *others):
+            if name in self.source.reads or name in record.unused:
+                continue
+            info = self.source.tensors[name]
+            raise CheckpointError(
+                "a tensor of a quantized layer that nothing uses", file=info.file, tensor=name,
+                found=f"{info.dtype} {list(info.shape)} in layer {record.name}, read as {record.format}: {record.spec.scheme}",
+                expected="every tensor of a layer in use, or known to hold nothing that it needs",
+                fix="the quantization config lacks a key (symmetric, sym, …), or is of another version of the format",
+            )  # fmt: skip
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -228,12 +273,29 @@ def _claimed(records: Sequence[LayerRecord]) -> set[str]:
     return {name for record in records for name in record.tensors}
 
 
-def _warn_about_unused(record: LayerRecord, suffixes: Sequence[str]) -> LayerRecord:
-    if not suffixes:
-        return record
-    names = ", ".join(sorted(suffixes)[:5]) + (", …" if len(suffixes) > 5 else "")
-    warning = f"the module has tensors that are not known and not used: {names}"
-    return dataclasses.replace(record, oddities=(*record.oddities, warning))
+def _stack_of(record: LayerRecord) -> str | None:
+    """The name of the stack that a layer is an expert of; None for a layer with tensors of its own."""
+    stack, _, number = record.name.rpartition(".")
+    own = record.tensors[0] == record.name or record.tensors[0].startswith(f"{record.name}.")
+    return stack if number.isdigit() and not own else None
+
+
+def _owner(name: str, modules: Mapping[str, str], stacks: Mapping[str, str], lengths: Sequence[int]) -> str | None:
+    """The layer whose module, or whose stack of experts, a tensor's name is in. lengths: of those names, the longest first."""
+    for length in lengths:
+        after = name[length : length + 1]
+        if after == "." and (found := modules.get(name[:length]) or stacks.get(name[:length])) is not None:
+            return found
+        if after == "_" and (found := stacks.get(name[:length])) is not None:
+            return found
+    return None
+
+
+def _stray_warning(layer: str, strays: Sequence[str]) -> list[str]:
+    """A warning that names tensors of a layer's module that no reader knows; none where there are none."""
+    suffixes = sorted(name.removeprefix(f"{layer}.") for name in strays)
+    names = ", ".join(suffixes[:5]) + (", …" if len(suffixes) > 5 else "")
+    return [f"the module has tensors that are not known and not used: {names}"] if suffixes else []
 
 
 def _check_memory(record: LayerRecord, info: TensorInfo, stored: int) -> None:
@@ -247,12 +309,7 @@ def _check_memory(record: LayerRecord, info: TensorInfo, stored: int) -> None:
             )  # fmt: skip
 
 
-def _guarded(record: LayerRecord, path: Path) -> LayerRecord:
-    """The record with a `read` that raises BitlineErrors only."""
-    read = record.read
-    return dataclasses.replace(record, read=lambda: _guard(read, path, record.name))
-
-
+@without_default_device
 def _guard(call: Callable[[], _T], path: Path, who: str) -> _T:
     """Call a reader. Any exception that a bad file provokes in it becomes a CheckpointError, never a bare KeyError."""
     try:

@@ -25,6 +25,8 @@ VARIABLES = (
     Variable("BITLINE_NO_NATIVE", "1: run without the native core", "Platform(native=False)"),
     Variable("BITLINE_NO_STEP", "1: disable the native decode step", "load_model(native_step=False)"),
     Variable("BITLINE_NO_TUNED", "1: ignore the costs that `bitline tune` measured", "Policy(tuned=False)"),
+    Variable("BITLINE_VLLM", "what Bitline does in vLLM: kernels (default), all, off", "quantization='bitline'"),
+    Variable("BITLINE_VERIFY", "1: check every layer against the reference after loading", "load_model(verify=True)"),
     Variable("BITLINE_NATIVE_LIBRARY", "path of a native core to load instead of the installed one", "native.Core(path)"),
 )
 
@@ -81,6 +83,16 @@ def no_tuned() -> bool:
     return _is_set("BITLINE_NO_TUNED")
 
 
+def vllm_mode() -> str:
+    """`$BITLINE_VLLM` in lower case, else "kernels"."""
+    return _read("BITLINE_VLLM").lower() or "kernels"
+
+
+def verify() -> bool:
+    """True where `$BITLINE_VERIFY` is set to anything but 0."""
+    return _is_set("BITLINE_VERIFY")
+
+
 def native_library() -> Path | None:
     """`$BITLINE_NATIVE_LIBRARY` as a path, None where it is not set."""
     path = _read("BITLINE_NATIVE_LIBRARY")
@@ -102,3 +114,21 @@ def set_default(name: str, value: str) -> str | None:
 def environment() -> dict[str, str]:
     """A copy of the whole environment, for child processes."""
     return dict(os.environ)
+
+
+def launched_ranks() -> int:
+    """Processes that torchrun started: `$WORLD_SIZE`, 1 where it is not set or no number."""
+    text = _read("WORLD_SIZE")
+    return max(1, int(text)) if text.isdigit() else 1
+
+
+def launched_rank() -> int:
+    """This process's number among them: `$RANK`."""
+    text = _read("RANK")
+    return int(text) if text.isdigit() else 0
+
+
+def local_rank() -> int:
+    """This process's number on its machine: `$LOCAL_RANK`."""
+    text = _read("LOCAL_RANK")
+    return int(text) if text.isdigit() else 0

@@ -110,5 +110,9 @@ class InputError(BitlineError, ValueError):
     """An argument that a function or layer does not accept: wrong type, shape, dtype, device or value."""
 
 
+class VerificationError(BitlineError):
+    """A loaded layer whose output differs from the reference's by more than the tolerance."""
+
+
 class OutOfMemoryError(BitlineError, MemoryError):
     """The host or device ran out of memory."""

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
-from torch import _C, Tensor, nn
+from torch import _C, Tensor
 
 from bitline.errors import InputError, OutOfMemoryError
 from bitline.kernels.base import Packed
 from bitline.kernels.registry import kernel_by_name, on_change
-from bitline.platform import Platform, as_device
-from bitline.select import Choice, Policy, choose, warn_degraded, warn_note
+from bitline.packed_module import PackedModule
+from bitline.platform import Platform, as_device, cpu_features
+from bitline.quantized_input import QuantizedInput, fitted
+from bitline.select import Choice, Policy, choose, warn_about
 from bitline.types import LinearSpec
+from bitline.version import __version__
 from bitline.weight import QuantizedWeight
 
 # Kernel and spec are text arguments, so that a compiled or exported graph is valid in another process.
 _LIBRARY = torch.library.Library("bitline", "DEF")
 _LIBRARY.define("linear(Tensor x, Tensor[] packed, Tensor? bias, str kernel, str spec) -> Tensor")
+_LIBRARY.define("linear_input_grad(Tensor grad, Tensor[] packed, str kernel, str spec) -> Tensor")
+_LIBRARY.define(
+    "linear_quantized(Tensor codes, Tensor scales, Tensor? zero, Tensor[] packed, Tensor? bias, str kernel, str spec) -> Tensor"
+)
 
 
-_spec_of_key = functools.cache(LinearSpec.parse)  # one object per spec, so that kernels can cache by identity
+spec_of_key = functools.cache(LinearSpec.parse)  # one object per spec, so that kernels can cache by identity
 
 
 @functools.cache
 def _resolve(kernel: str, spec: str) -> tuple[Callable[..., Tensor], LinearSpec]:
     """The kernel's `apply` and the parsed spec of an operator call."""
-    return kernel_by_name(kernel).apply, _spec_of_key(spec)
+    return kernel_by_name(kernel).apply, spec_of_key(spec)
 
 
 on_change.append(_resolve.cache_clear)
@@ -39,24 +48,95 @@ def _has_several_gpus() -> bool:
     return torch.cuda.device_count() > 1
 
 
+def _is_on_another_gpu(x: Tensor) -> bool:
+    """Whether x is on a GPU that is not the current one."""
+    return x.is_cuda and _has_several_gpus() and x.device.index != torch.cuda.current_device()
+
+
 def _linear_impl(x: Tensor, packed: list[Tensor], bias: Tensor | None, kernel: str, spec: str) -> Tensor:
     """The operator: x [M, K] -> [M, N] by the named kernel's `apply`, with x's device current."""
     apply, parsed = _resolve(kernel, spec)
     if x.shape[0] == 0:
         return x.new_empty(0, parsed.n)
-    if x.is_cuda and _has_several_gpus() and x.device.index != torch.cuda.current_device():
+    if _is_on_another_gpu(x):
         with torch.cuda.device(x.device):
             return apply(x.contiguous(), packed, bias, parsed)
     return apply(x.contiguous(), packed, bias, parsed)
+
+
+def _quantized_impl(
+    codes: Tensor, scales: Tensor, zero: Tensor | None, packed: list[Tensor], bias: Tensor | None, kernel: str, spec: str
+) -> Tensor:
+    """The operator: quantized x [M, K] -> [M, N] by the named kernel's `apply_quantized`, or by its `apply` of x read back."""
+    parsed, chosen = spec_of_key(spec), kernel_by_name(kernel)
+    assert parsed.act is not None
+    if codes.shape[0] == 0:
+        return codes.new_empty(0, parsed.n, dtype=parsed.act_dtype)
+    if _is_on_another_gpu(codes):
+        with torch.cuda.device(codes.device):
+            return _quantized_impl(codes, scales, zero, packed, bias, kernel, spec)
+    if chosen.takes_quantized_input:
+        zero = None if zero is None else zero.contiguous()
+        return chosen.apply_quantized(codes.contiguous(), scales.contiguous(), zero, packed, bias, parsed)
+    return chosen.apply(QuantizedInput(codes, scales, zero).dequantize(parsed.act, parsed.act_dtype), packed, bias, parsed)
+
+
+def _input_grad_impl(grad: Tensor, packed: list[Tensor], kernel: str, spec: str) -> Tensor:
+    """The operator: the gradient of y [M, N] to that of x [M, K], dx = dy @ W with the W that the named kernel unpacks."""
+    with torch.cuda.device(grad.device) if _is_on_another_gpu(grad) else nullcontext():
+        w = kernel_by_name(kernel).unpack(packed, _without_bias(spec))
+    if grad.device.type == "cpu" and grad.dtype.itemsize == 2 and not _has_fast_matmul(grad.dtype):
+        return (grad.float() @ w.float()).to(grad.dtype)
+    return grad @ w
+
+
+@functools.cache
+def _has_fast_matmul(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of a 16-bit dtype on this CPU faster than their float32 copies."""
+    return bool(cpu_features() & ({"amx", "avx512_bf16", "bf16"} if dtype == torch.bfloat16 else {"amx"}))
+
+
+@functools.cache
+def _without_bias(spec: str) -> LinearSpec:
+    return spec_of_key(spec_of_key(spec).replace(bias=False).key)
 
 
 def _linear_fake(x: Tensor, packed: list[Tensor], bias: Tensor | None, kernel: str, spec: str) -> Tensor:
     return x.new_empty(x.shape[0], LinearSpec.parse(spec).n)
 
 
+def _quantized_fake(
+    codes: Tensor, scales: Tensor, zero: Tensor | None, packed: list[Tensor], bias: Tensor | None, kernel: str, spec: str
+) -> Tensor:
+    parsed = LinearSpec.parse(spec)
+    return codes.new_empty(codes.shape[0], parsed.n, dtype=parsed.act_dtype)
+
+
+def _input_grad_fake(grad: Tensor, packed: list[Tensor], kernel: str, spec: str) -> Tensor:
+    return grad.new_empty(grad.shape[0], LinearSpec.parse(spec).k)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, packed, _, ctx.kernel, ctx.spec = inputs
+    ctx.save_for_backward(*packed)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """The gradient of x. Quantization of x counts as the identity (straight-through). A bias is a buffer and has none."""
+    packed = list(ctx.saved_tensors)
+    dx = torch.ops.bitline.linear_input_grad.default(grad, packed, ctx.kernel, ctx.spec) if ctx.needs_input_grad[0] else None
+    return dx, [None] * len(packed), None, None, None
+
+
 _LIBRARY.impl("linear", _linear_impl, "CompositeExplicitAutograd")
 torch.library.register_fake("bitline::linear", _linear_fake, lib=_LIBRARY)
+torch.library.register_autograd("bitline::linear", _backward, setup_context=_keep_for_backward, lib=_LIBRARY)
 OP = torch.ops.bitline.linear.default
+_LIBRARY.impl("linear_input_grad", _input_grad_impl, "CompositeExplicitAutograd")
+torch.library.register_fake("bitline::linear_input_grad", _input_grad_fake, lib=_LIBRARY)
+_LIBRARY.impl("linear_quantized", _quantized_impl, "CompositeExplicitAutograd")
+torch.library.register_fake("bitline::linear_quantized", _quantized_fake, lib=_LIBRARY)
+QUANTIZED_OP = torch.ops.bitline.linear_quantized.default
 
 
 _dispatch_modes, _function_mode = _C._len_torch_dispatch_stack, _C._is_torch_function_mode_enabled
@@ -81,12 +161,24 @@ def needs_dispatcher(x: Tensor) -> bool:
     )
 
 
-class QuantLinear(nn.Module):
-    """y = x @ W.T + bias with a quantized W, on the kernel that `choose` selects. For inference only.
+def packed_for(choice: Choice) -> str:
+    """What a packed tensor's layout depends on: kernel, spec, kind of machine and version of Bitline."""
+    platform = choice.platform
+    machine = f"{platform.vendor}:{platform.arch}"
+    if platform.vendor == "cpu" and choice.best.backend not in ("native", "reference", "emulation"):
+        machine += "," + ",".join(sorted(platform.features))  # torch's own layouts differ between ISA levels
+    return f"{choice.best.name} {choice.spec.key} on {machine}, bitline {__version__}"
 
-    The weight is packed for the kernel into non-persistent buffers, so the module has no parameters and no state dict.
-    `.to(device)` moves the packed tensors between devices of one type. Dtype conversions (`.half()`, `.to(dtype)`) leave them as
-    they are, since they would round scales.
+
+class QuantLinear(PackedModule):
+    """y = x @ W.T + bias with a quantized W, on the kernel that `choose` selects.
+
+    x may require grad: its gradient is dy @ W, with W unpacked for each backward call. The weight itself is not trained.
+
+    The weight is packed for the kernel into buffers; the module has no parameters. Its state dict can be loaded into a layer of
+    the same spec, kernel and version on the same kind of machine, and is refused elsewhere. `.to(device)` moves the packed
+    tensors between devices of one type. Dtype conversions (`.half()`, `.to(dtype)`) leave them as they are, since they would
+    round scales.
 
     Args:
         weight: The canonical weight [N, K]. It is neither changed nor kept.
@@ -135,11 +227,7 @@ class QuantLinear(nn.Module):
             policy = Policy(**{**vars(policy), "kernel": kernel})
         self.choice = choose(weight.spec, Platform.detect(target), policy)
         self.in_features, self.out_features = weight.spec.k, weight.spec.n
-        near = self.choice.nearest_fast
-        if self.choice.degraded and near is not None:
-            warn_degraded(weight.spec, self.choice.best.name, near.name, near.verdict.reason)
-        if self.choice.note:
-            warn_note(self.choice.note, self.choice.best.name)
+        warn_about(self.choice, weight.spec)
         self._pack(weight, target)
 
     @property
@@ -177,9 +265,9 @@ class QuantLinear(nn.Module):
     def _register(self, packed: Packed, bias: Tensor | None, multiplier: Tensor | None = None) -> None:
         self._buffer_names = tuple(f"packed_{name}" for name in packed)  # prefixed, so as not to collide with the layer's own
         for name, tensor in zip(self._buffer_names, packed.values(), strict=True):
-            self.register_buffer(name, tensor, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
-        self.register_buffer("input_multiplier", multiplier, persistent=False)
+            self.register_buffer(name, tensor)
+        self.register_buffer("bias", bias)
+        self.register_buffer("input_multiplier", multiplier)
         self._cache_call()
 
     def _cache_call(self) -> None:
@@ -187,22 +275,25 @@ class QuantLinear(nn.Module):
         self._packed: list[Tensor] = [self.get_buffer(name) for name in self._buffer_names]
         self._op_arguments = (self._buffers["bias"], self.choice.best.name, self.spec.key)
         self._multiplier = self._buffers["input_multiplier"]
-        bias, spec = self._buffers["bias"], _spec_of_key(self.spec.key)
+        bias, spec = self._buffers["bias"], spec_of_key(self.spec.key)
         self._direct = self.choice.kernel.direct(self._packed, bias, self.spec)
         self._eager = None if self._multiplier is not None else self.choice.kernel.eager(self._packed, bias, spec)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantizedInput) -> Tensor:
         """Run the layer.
 
         Args:
-            x: [..., K] in act_dtype, any strides.
+            x: [..., K] in act_dtype, any strides. Or a QuantizedInput that fits the layer's ActSpec; a kernel that does not take
+                one (`takes_quantized_input`) gets it read back to act_dtype and quantizes that again.
 
         Returns:
             y [..., N] in act_dtype.
 
         Raises:
-            InputError: Where x has another shape or dtype, or requires grad.
+            InputError: Where x has another shape or dtype; where a QuantizedInput does not fit.
         """
+        if isinstance(x, QuantizedInput):
+            return self._forward_quantized(x)
         eager = self._eager
         if eager is not None and not needs_dispatcher(x) and not x.requires_grad:
             y = eager(x)
@@ -213,19 +304,28 @@ class QuantLinear(nn.Module):
             raise InputError("the input does not fit the layer", found=f"{list(x.shape)} {x.dtype}",
                              expected=f"[..., {spec.k}] {spec.act_dtype}",
                              fix="load the model with the dtype that it runs in")  # fmt: skip
-        if x.requires_grad and torch.is_grad_enabled():
-            raise InputError("QuantLinear is for inference and has no gradient", fix="call it under torch.inference_mode()")
+        differentiable = x.requires_grad and torch.is_grad_enabled()
         if self._multiplier is not None:
             # Outside the operator, so that every kernel supports it and a compiler can fuse it with x's producer. torch computes
             # in float32, or the promotion of both dtypes, and rounds once.
             x = (x * self._multiplier).to(spec.act_dtype)
-        if self._direct is not None:
+        if self._direct is not None and not differentiable:
             op, arguments = self._direct
             return op(x, *arguments)
-        op = OP if needs_dispatcher(x) else _linear_impl
+        op = OP if differentiable or needs_dispatcher(x) else _linear_impl
         if x.dim() == 2:
             return op(x, self._packed, *self._op_arguments)
         return op(x.reshape(-1, spec.k), self._packed, *self._op_arguments).view(*x.shape[:-1], spec.n)
+
+    def _forward_quantized(self, x: QuantizedInput) -> Tensor:
+        """`forward` of quantized activations."""
+        spec = self.choice.spec
+        if self._multiplier is not None:
+            raise InputError("a layer with an input multiplier quantizes the product", found="a quantized input",
+                             fix="call it with a tensor")  # fmt: skip
+        codes, scales, zero = fitted(x, spec)
+        op = QUANTIZED_OP if needs_dispatcher(codes) else _quantized_impl
+        return op(codes, scales, zero, self._packed, *self._op_arguments).view(*x.codes.shape[:-1], spec.n)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         source = self._packed[0].device.type
@@ -237,6 +337,22 @@ class QuantLinear(nn.Module):
         self._cache_call()
         return self
 
+    def packed_identity(self) -> str:
+        """See PackedModule."""
+        return packed_for(self.choice)
+
+    def loaded(self) -> None:
+        """See PackedModule."""
+        self._cache_call()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what `_cache_call` makes anew: operators and closures cannot be pickled."""
+        return {name: value for name, value in self.__dict__.items() if name not in _CACHED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._cache_call()
+
     def packed_bytes(self) -> int:
         """Bytes of the packed weight, bias and input multiplier."""
         return sum(b.nbytes for b in self._buffers.values() if b is not None)
@@ -244,6 +360,9 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         """For repr: K -> N, scheme, kernel."""
         return f"{self.in_features} -> {self.out_features}, {self.spec.scheme}, {self.choice.best.name}"
+
+
+_CACHED = frozenset(("_packed", "_op_arguments", "_multiplier", "_direct", "_eager"))
 
 
 def _without_cast(tensor: Tensor, converted: Tensor) -> Tensor:

@@ -244,12 +244,24 @@ class Platform:
             return _cpu_rates(self.features, self.cores)
         if self.vendor == "xpu":
             return _XPU_RATES
+        return _GPU_RATES[self._rated_arch]
+
+    @property
+    def rates_note(self) -> str:
+        """That another architecture's rates stand in for this one's, which makes all times guesses; "" where it has its own."""
+        if self.vendor in ("cpu", "xpu") or self._rated_arch == self.arch:
+            return ""
+        return f"no rates are known for {self.arch}: those of {self._rated_arch} stand in, so times are guesses"
+
+    @property
+    def _rated_arch(self) -> str:
+        """The GPU architecture whose rates apply: this one, the nearest older one, or the oldest."""
         if self.arch in _GPU_RATES:
-            return _GPU_RATES[self.arch]
+            return self.arch
         prefix, number = re.fullmatch(r"([a-z]+)([0-9a-f]+)", self.arch).groups()  # type: ignore[union-attr]
         family = [a for a in _GPU_RATES if a.startswith(prefix)]
         older = [a for a in family if int(a[len(prefix) :], 16) <= int(number, 16)]
-        return _GPU_RATES[max(older or family[:1], key=lambda a: int(a[len(prefix) :], 16))]
+        return max(older or family[:1], key=lambda a: int(a[len(prefix) :], 16))
 
     def __str__(self) -> str:
         words = [self.arch] if self.arch else []

@@ -17,6 +17,7 @@ from torch import Tensor
 from bitline import bitstream, types
 from bitline.act_quant import exact_div, mx_exponent, round_to
 from bitline.errors import InputError
+from bitline.host import without_default_device
 from bitline.types import ActSpec, LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
 
@@ -66,6 +67,7 @@ _PRESETS = (
 SCHEMES: dict[str, Preset] = {s.name: s for s in _PRESETS}
 
 
+@without_default_device
 def quantize(
     w: Tensor,
     scheme: str,

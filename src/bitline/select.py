@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bitline import env, tuning
-from bitline.errors import NoKernelError
+from bitline.errors import InputError, NoKernelError
 from bitline.kernels import registry
 from bitline.kernels.base import Kernel
 from bitline.platform import Platform
@@ -28,11 +28,11 @@ class Policy:
     """What the caller requires of a selection.
 
     Attributes:
-        kernel: "auto", or the class name of the kernel to use.
+        kernel: "auto", or the kernel to use: its class name, or what tables print of it, in any case.
         backend: "auto", or the backend (provider) whose kernels to use.
         strict: Whether a requested kernel or backend that cannot run a layer is an error; if not, selection falls back and the
             choice's note has the reason.
-        disabled: Class names of kernels never to use.
+        disabled: Kernels never to use, named in the same ways.
         m: Expected batch sizes M (tokens per call). Kernels are ranked by the time of a workload that puts the same number of
             tokens through calls of each; the default is an answer of 256 tokens, one by one, to a prompt of 256.
         deterministic: Use deterministic kernels only.
@@ -201,22 +201,32 @@ class Choice:
         if other is None:
             return "no other kernel can run it"
         name = short_name(other.name)
-        if len(self.best.costs) != len(other.costs):
-            return f"{name}: not asked for"
-        if other.failed_here and not self.best.failed_here:
-            return f"{name}: failed when it was tuned here, {other.failed_here}"
+        reason = self.ranks_behind(other)
+        if reason:
+            return f"{name}: {reason}"
         ratio, m = max((o / b, m) for o, b, m in zip(other.costs, self.best.costs, self.policy.m, strict=True))
+        return f"{name}: {ratio:.1f}x the time at M={m}" if ratio > 1.005 else f"{name}: same cost, lower priority"
+
+    def ranks_behind(self, other: Candidate) -> str:
+        """Why a candidate that can run the layer was not chosen, for another reason than its time per token; "" for its time."""
+        if other is self.best:
+            return ""
+        if other.failed_here and not self.best.failed_here:
+            return f"failed when it was tuned here, {other.failed_here}"
+        if len(self.best.costs) != len(other.costs):
+            return "not asked for"
         if other.score >= self.best.score:
-            return f"{name}: {ratio:.1f}x the time at M={m}" if ratio > 1.005 else f"{name}: same cost, lower priority"
+            return ""
         if other.nondeterministic:
-            return f"{name}: not deterministic, its reduction order varies between calls"
+            return "not deterministic, its reduction order varies between calls"
         if other.kernel.emulates:
-            return f"{name}: emulates the scheme, and native kernels come first"
-        return f"{name}: not asked for"
+            return "emulates the scheme, and native kernels come first"
+        return "not asked for"
 
     def explain(self) -> str:
         """The ranking as text: every candidate's verdict, seconds per call at each M and per token, reason and nearest fix."""
         lines = [f"{self.spec} on {self.platform}"]
+        lines += [f"note: {self.platform.rates_note}"] if self.platform.rates_note else []
         lines += [f"note: {self.note}"] if self.note else []
         width = max(len(c.name) for c in self.candidates)
         for i, c in enumerate(self.candidates):
@@ -227,8 +237,8 @@ class Choice:
             lines.append(f"{mark} {c.name:{width}}  {'yes' if c.verdict else 'no '}  {cost or '-'}")
             if not c.verdict:
                 lines.append(f"     because: {c.verdict.reason}" + (f"; would run: {c.verdict.fix}" if c.verdict.fix else ""))
-            elif c.failed_here:
-                lines.append(f"     ranks last: failed when it was tuned here, {c.failed_here}")
+            elif reason := self.ranks_behind(c):
+                lines.append(f"     ranks behind: {reason}")
         if self.degraded and self.nearest_fast is not None:
             lines.append(f"degraded: {self.nearest_fast.name} would be faster; {self.nearest_fast.verdict.reason}")
         return "\n".join(lines)
@@ -252,6 +262,7 @@ class Choice:
                     "seconds_per_token": c.score if c.costs else None,
                     "cost_basis": c.kernel.cost_basis(self.platform),
                     "measured_here": c.measured_here, "failed_here": c.failed_here,
+                    "ranks_behind": self.ranks_behind(c) if c.verdict else "",
                 }
                 for c in self.candidates
             ],
@@ -304,7 +315,11 @@ def choose(
     Raises:
         NoKernelError: Where the policy leaves no kernel that can run the layer, or names an unknown kernel or backend.
         PlatformError: For a platform text that is not valid.
+        InputError: For anything but a LinearSpec.
     """
+    if not isinstance(spec, LinearSpec):
+        raise InputError("a layer is described by a LinearSpec", found=repr(spec),
+                         fix="take a checkpoint layer's or a weight's spec, or parse one: LinearSpec.parse(text)")  # fmt: skip
     spec = spec.replace(input_multiplier=False) if spec.input_multiplier else spec
     if platform is None:
         platform = Platform.detect()
@@ -312,11 +327,14 @@ def choose(
         platform = Platform.parse(platform)
     policy = Policy.of(policy)
     entries = registry.entries() if kernels is None else tuple(kernels)
-    check_names(policy, entries)
+    policy = resolve_names(policy, entries)
     if measured is None:
         measured = tuning.load(platform) if policy.tuned else {}
     times = measured.get(tuning.key_of(spec), tuning.UNTIMED) if measured else tuning.UNTIMED
-    candidates = _ranked([_evaluate(entry, spec, platform, policy, times) for entry in entries], platform)
+    if times is tuning.UNTIMED:
+        candidates = list(_ranked_untimed(entries, spec, platform, policy))
+    else:
+        candidates = _ranked([_evaluate(entry, spec, platform, policy, times) for entry in entries], platform)
     requested = policy.kernel != "auto" or policy.backend != "auto"
     note = _put_requested_first(candidates, spec, platform, policy) if requested else ""
     if not candidates or not candidates[0].verdict:
@@ -327,6 +345,14 @@ def choose(
     if candidates[0].failed_here:
         note = f"{candidates[0].name} failed when it was tuned here: {candidates[0].failed_here}"
     return Choice(spec, platform, policy, tuple(candidates), note)
+
+
+@functools.lru_cache(maxsize=256)
+def _ranked_untimed(
+    entries: tuple[registry.Entry, ...], spec: LinearSpec, platform: Platform, policy: Policy
+) -> tuple[Candidate, ...]:
+    """Candidates best first, by estimates. Kept, since a model has hundreds of layers of few specs."""
+    return tuple(_ranked([_evaluate(entry, spec, platform, policy, tuning.UNTIMED) for entry in entries], platform))
 
 
 def _ranked(candidates: list[Candidate], platform: Platform) -> list[Candidate]:
@@ -381,16 +407,23 @@ def _no_kernel_left(candidates: Sequence[Candidate], spec: LinearSpec, platform:
     )
 
 
-def check_names(policy: Policy, entries: Sequence[registry.Entry] = ()) -> None:
-    """Raise NoKernelError for kernel and backend names of a policy that neither `entries` nor the registry has."""
+def resolve_names(policy: Policy, entries: Sequence[registry.Entry] = ()) -> Policy:
+    """The policy with class names for kernels that are named as tables print them (`short_name`), or in another case.
+
+    Raises NoKernelError for kernel and backend names that neither `entries` nor the registry has.
+    """
+    if policy.kernel == policy.backend == "auto" and not policy.disabled:
+        return policy
     entries = (*entries, *registry.entries())
-    names = {e.name for e in entries}
-    if unknown := ({policy.kernel} - {"auto"} - names) | (policy.disabled - names):
-        raise registry.unknown_kernels(unknown, names)
+    known = {form.lower(): e.name for e in entries for form in (e.name, short_name(e.name))}
+    named = {name: known.get(name.lower(), "") for name in (policy.kernel, *policy.disabled)} | {"auto": "auto"}
+    if unknown := [name for name, resolved in named.items() if not resolved]:
+        raise registry.unknown_kernels(unknown, {e.name for e in entries})
     backends = {e.kernel.backend for e in entries}
     if policy.backend not in backends | {"auto"}:
         raise NoKernelError("not registered as a kernel's backend: no kernel has it", found=policy.backend,
                             expected=", ".join(("auto", "cpu", *sorted(backends))))  # fmt: skip
+    return replace(policy, kernel=named[policy.kernel], disabled=frozenset(named[name] for name in policy.disabled))
 
 
 def _evaluate(entry: registry.Entry, spec: LinearSpec, platform: Platform, policy: Policy, times: tuning.LayerTimes) -> Candidate:
@@ -425,6 +458,8 @@ def _allowed(entry: registry.Entry, policy: Policy) -> Verdict:
         return no("disabled by the policy", "take it out of Policy(disabled=…) or BITLINE_DISABLED_KERNELS")
     if not kernel.exact and entry.name != policy.kernel and kernel.backend != policy.backend:
         return no("it deviates from the scheme's exact semantics", f"Policy(kernel={entry.name!r})")
+    if kernel.unproven and entry.name != policy.kernel:
+        return no("this version of it has not run on its hardware yet", f"Policy(kernel={entry.name!r})")
     if policy.deterministic and not kernel.deterministic:
         return no("not deterministic, and the policy asks for that")
     if policy.batch_invariant and not kernel.batch_invariant:
@@ -474,6 +509,15 @@ def _implements(kernel: type[Kernel], spec: LinearSpec, platform: Platform) -> V
 def warn_note(note: str, kernel: str) -> None:
     """Log a warning, once for each distinct request of a policy that was not met."""
     log.warning("%s: %s is used instead", note, kernel)
+
+
+def warn_about(choice: Choice, spec: LinearSpec) -> None:
+    """Log what a layer's owner should know of its kernel: that it is degraded, and the choice's note."""
+    near = choice.nearest_fast
+    if choice.degraded and near is not None:
+        warn_degraded(spec, choice.best.name, near.name, near.verdict.reason)
+    if choice.note:
+        warn_note(choice.note, choice.best.name)
 
 
 @functools.cache

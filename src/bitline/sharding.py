@@ -35,7 +35,7 @@ def narrow_rows(spec: LinearSpec, fields: Fields, start: int, stop: int) -> Slic
 def narrow_columns(spec: LinearSpec, fields: Fields, start: int, stop: int) -> Slice:
     """Input columns [start, stop) of K."""
     if fields["perm"] is not None or fields["group_index"] is not None:
-        return _narrow_permuted(spec, fields, start, stop)
+        return narrow_permuted(spec, fields, start, stop)
     codes, bits = fields["codes"], spec.weight.bits
     assert codes is not None
     block_offset = (spec.block_offset[0], (start + spec.block_offset[1]) % spec.block[1])
@@ -80,6 +80,9 @@ def _narrow_second_level(
     size = spec.scale2_block[dim]
     if size >= (spec.n, spec.k)[dim]:  # one super-block along dim, which serves every slice
         return stop - start, {}
+    if start // size == (stop - 1) // size:  # within one super-block
+        touched = {name: fields[name] for name in ("scale2", "offset2")}
+        return stop - start, {name: t.narrow(dim, start // size, 1) for name, t in touched.items() if t is not None}
     split = math.gcd(size, start)
     if split % spec.block[dim]:
         return None
@@ -96,16 +99,16 @@ def _narrow_second_level(
     return min(split, stop - start), tensors
 
 
-def _narrow_permuted(spec: LinearSpec, fields: Fields, start: int, stop: int) -> Slice:
+def narrow_permuted(spec: LinearSpec, fields: Fields, start: int, stop: int, own_codes: Tensor | None = None) -> Slice:
     """Input columns [start, stop) of an act-order or ragged weight.
 
     The kept columns stay in stored order, so groups lose columns, and groups without any are dropped. Two levels of scales are
-    multiplied out in float32.
+    multiplied out in float32. own_codes: the codes of these columns alone, in input order, in the place of the whole weight's.
     """
     codes, scale, offset, scale2 = fields["codes"], fields["scale"], fields["offset"], fields["scale2"]
     assert codes is not None
     assert scale is not None
-    device = codes.device
+    device, bits = codes.device, spec.weight.bits
     perm = torch.arange(spec.k, device=device) if (stored := fields["perm"]) is None else stored.long()
     kept = ((perm >= start) & (perm < stop)).nonzero().squeeze(1)
     groups = column_groups(spec, fields["group_index"], device).index_select(0, kept)
@@ -121,7 +124,8 @@ def _narrow_permuted(spec: LinearSpec, fields: Fields, start: int, stop: int) ->
         k=stop - start, block=(spec.block[0], bk), block_offset=(spec.block_offset[0], missing), ragged=ragged,
         act_order=not in_order, scale_dtype=scale.dtype, scale2_block=None,
     ), {
-        "codes": bitstream.take(codes, spec.weight.bits, spec.k, kept),
+        "codes": bitstream.take(codes, bits, spec.k, kept) if own_codes is None
+        else bitstream.take(own_codes, bits, stop - start, new_perm),
         "scale": select(scale), "zero": select(fields["zero"]), "offset": select(offset), "scale2": None, "offset2": None,
         "perm": None if in_order else new_perm.int(), "group_index": group_index.int() if ragged else None,
         "input_multiplier": _slice(fields["input_multiplier"], start, stop),

@@ -8,6 +8,7 @@ anything but positive numbers of seconds, is ignored with one warning.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -99,9 +100,15 @@ def path_of(platform: Platform) -> Path:
 
 
 def _path(facts: Mapping[str, str]) -> Path:
+    return env.cache_dir() / "tuned" / _file_name(tuple(facts.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def _file_name(items: tuple[tuple[str, str], ...]) -> str:
+    facts = dict(items)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     name = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")[:48]
-    return env.cache_dir() / "tuned" / f"{name}-{digest[:16]}.json"
+    return f"{name}-{digest[:16]}.json"
 
 
 def load(platform: Platform) -> Measurements:

@@ -12,6 +12,7 @@ from torch import Tensor
 from bitline import bitstream, sharding
 from bitline.dequant import apply_scales, apply_second_level, codes_to_float, column_groups
 from bitline.errors import InputError, WeightError
+from bitline.host import without_default_device
 from bitline.types import LinearSpec
 from bitline.weight_checks import WeightChecks
 
@@ -63,6 +64,7 @@ class QuantizedWeight:
     input_multiplier: Tensor | None = None
     origin: str = field(default="", compare=False)
 
+    @without_default_device
     def __post_init__(self) -> None:
         checks = WeightChecks(self.spec, self._fields(), self.origin)
         checks.check_structure()
@@ -70,7 +72,7 @@ class QuantizedWeight:
             checks.check_values()
 
     def _fields(self) -> dict[str, Tensor | None]:
-        return {name: getattr(self, name) for name in _TENSOR_FIELDS}
+        return {name: getattr(self, name) for name in TENSOR_FIELDS}
 
     # ---- accessors and copies --------------------------------------------------------------------------------------
 
@@ -92,6 +94,7 @@ class QuantizedWeight:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors().values())
 
+    @without_default_device
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Copy to a device. No dtype changes.
 
@@ -133,6 +136,7 @@ class QuantizedWeight:
             return self
         return dataclasses.replace(self, spec=self.spec.replace(input_multiplier=False), input_multiplier=None)
 
+    @without_default_device
     def scaled_input(self, x: Tensor) -> Tensor:
         """Apply `input_multiplier`.
 
@@ -146,6 +150,7 @@ class QuantizedWeight:
 
     # ---- dequantization --------------------------------------------------------------------------------------------
 
+    @without_default_device
     def unpacked(self, rows: slice | Tensor = slice(None)) -> Tensor:
         """Unpack codes.
 
@@ -157,6 +162,7 @@ class QuantizedWeight:
         """
         return bitstream.unpack(self.codes[rows], self.spec.weight.bits, self.spec.k)
 
+    @without_default_device
     def scales(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Block scales with the global or super-block scale multiplied in.
 
@@ -168,6 +174,7 @@ class QuantizedWeight:
         """
         return apply_second_level(self.spec, self.scale, self.scale2).to(dtype)
 
+    @without_default_device
     def offsets(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Offsets with `offset2` multiplied in.
 
@@ -179,10 +186,12 @@ class QuantizedWeight:
         """
         return None if self.offset is None else apply_second_level(self.spec, self.offset, self.offset2).to(dtype)
 
+    @without_default_device
     def column_groups(self) -> Tensor:
         """The scale column of each stored column, int64 [K]."""
         return column_groups(self.spec, self.group_index, self.device)
 
+    @without_default_device
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantize the weight. This is the reference semantics of every kernel.
 
@@ -198,6 +207,7 @@ class QuantizedWeight:
             out[r : r + chunk] = self.dequantize_rows(slice(r, min(r + chunk, self.spec.n)), dtype)
         return out
 
+    @without_default_device
     def dequantize_rows(self, rows: slice | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantize some rows.
 
@@ -225,6 +235,7 @@ class QuantizedWeight:
 
     # ---- sharding --------------------------------------------------------------------------------------------------
 
+    @without_default_device
     def shard(self, dim: Literal[0, 1], rank: int, world: int) -> QuantizedWeight:
         """This rank's tensor-parallel shard.
 
@@ -249,6 +260,7 @@ class QuantizedWeight:
         part = self.narrow(dim, size * rank // world, size * (rank + 1) // world)
         return part.with_bias(None) if dim == 1 and rank > 0 and part.bias is not None else part
 
+    @without_default_device
     def narrow(self, dim: Literal[0, 1], start: int, stop: int) -> QuantizedWeight:
         """The rows or input columns [start, stop).
 
@@ -270,6 +282,7 @@ class QuantizedWeight:
         spec, changes = take(self.spec, self._fields(), start, stop)
         return dataclasses.replace(self, spec=spec, **changes)
 
+    @without_default_device
     def take_rows(self, index: Tensor) -> QuantizedWeight:
         """Reorder or select rows, bias included, for files whose row order is not the model's.
 
@@ -288,4 +301,4 @@ class QuantizedWeight:
         return self.shape[dim]
 
 
-_TENSOR_FIELDS = tuple(f.name for f in dataclasses.fields(QuantizedWeight) if f.name not in ("spec", "origin"))
+TENSOR_FIELDS = tuple(f.name for f in dataclasses.fields(QuantizedWeight) if f.name not in ("spec", "origin"))

@@ -1011,7 +1011,7 @@ model("layer-too-many", "no module for a quantized layer",
 model("plain-layer-too-many", "layers that the configuration does not have", tensor="model.layers.2.input_layernorm.weight",
       tensors=lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(64)}))  # fmt: skip
 model("parameter-twice", "two tensors map to one parameter", tensors=lambda t: t.update({"norm.weight": torch.zeros(64)}))
-model("layer-plain-and-packed", "hold the weight of one layer",
+model("layer-plain-and-packed", "hold the weight of one layer|nothing uses",
       tensors=lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(160, 64)}))  # fmt: skip
 model("parameter-of-another-shape", "different shape", tensors=lambda t: t.update({"model.norm.weight": torch.ones(63)}),
       tensor="model.norm.weight")  # fmt: skip

@@ -223,4 +223,8 @@ def quantized_experts(folder: Path) -> Path:
 
 
 EXPERTS = "blk.0.ffn_up_exps.weight"
-ATTACKS.append(Attack("gguf-model-with-experts", quantized_experts, "quantized experts", EXPERTS, "model.gguf", model=True))
+ATTACKS.append(
+    Attack(
+        "gguf-model-with-experts", quantized_experts, "no module for", EXPERTS.replace("weight", "0"), "model.gguf", model=True
+    )
+)

@@ -464,11 +464,16 @@ def test_scales_keep_their_bits(base, suffix, tmp_path):
     [("gptq", "lora_A", "lora_A"), ("packed", "weight_scale_2", "weight_scale_2"), ("fp8_per_row", "input_scale", "input_scale"),
      ("variant_ao_nvfp4", "_weight_act_pre_scale", "_weight_act_pre_scale"), ("bnb8", "smooth_scale", "smooth_scale")],
 )  # fmt: skip
-def test_unused_tensors_of_a_module_are_a_warning(base, suffix, says, tmp_path):
+def test_unknown_tensors_of_a_module_are_a_warning_and_refused_when_it_is_read(base, suffix, says, tmp_path):
     tensors, config = FAMILIES[base]()
     (before,) = bitline.open_checkpoint(write(tmp_path, tensors, config)).layers()
     (record,) = bitline.open_checkpoint(write(tmp_path, *changed(base, suffix, torch.ones(1)))).layers()
     assert len(record.oddities) == len(before.oddities) + 1 and says in record.oddities[-1] and "not used" in record.oddities[-1]
+    if suffix == "input_scale":  # known, and not needed by a dynamic scheme
+        assert record.weight().spec == record.spec
+        return
+    with pytest.raises(bitline.CheckpointError, match=rf"nothing uses.*{suffix}"):
+        record.weight()
 
 
 @must(29)

@@ -48,7 +48,7 @@ def test_lossy_text(tmp_path):
     [
         (("bnb_nf4", "--to", "gptq"), 1, "gptq cannot represent 4 of 4 layers exactly"),
         (("ct_w8a8_int8_dynamic", "--to", "gptq"), 1, "--weights-only"),
-        (("gq_w4g128_sym_v1", "--to", "exl2"), 1, "unknown format"), (("gq_w4g128_sym_v1",), 2, "Missing option"),
+        (("gq_w4g128_sym_v1", "--to", "exl2"), 2, "unknown format"), (("gq_w4g128_sym_v1",), 2, "Missing option"),
         (("gq_w4g128_sym_v1", "--to", "gguf"), 1, "is a file named"),
     ],
 )  # fmt: skip

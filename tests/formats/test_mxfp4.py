@@ -54,7 +54,7 @@ def test_experts_of_one_block_per_row_without_bias(tmp_path):
     assert layer.weight().shape == (8, 32) and choose(layer.spec, "cuda:sm90").best.verdict
 
 
-def test_a_model_with_stacked_experts_is_refused(tmp_path):
+def test_experts_without_a_bias_are_refused_where_the_model_has_one(tmp_path):
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
@@ -66,6 +66,7 @@ def test_a_model_with_stacked_experts_is_refused(tmp_path):
         stack = f"model.layers.0.mlp.experts.{name}"
         del state[stack]
         state |= {f"{stack}_blocks": random_bytes(2, n, k // 32, 16), f"{stack}_scales": random_bytes(2, n, k // 32, below=130)}
+    del state["model.layers.0.mlp.experts.down_proj_bias"]
     write(tmp_path, state, **config.to_diff_dict())
-    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj|experts\.down_proj"):
+    with pytest.raises(CheckpointError, match=r"bias of experts is missing.*down_proj"):
         load_model(tmp_path, dtype=torch.float32)

@@ -10,10 +10,11 @@ from test_hopper_gpu import run_concurrently
 from bitline import Platform, QuantLinear, types
 from bitline.act_quant import quantize_groups, quantize_input
 from bitline.kernels.hopper import runtime, scaled_linear
+from bitline.kernels.hopper.config import LargeMConfig
 from bitline.kernels.hopper.scaled_config import scaled_small_m_config
-from bitline.kernels.hopper.scaled_heuristics import FP8_COSTS
+from bitline.kernels.hopper.scaled_heuristics import FP8_COSTS, GROUPED_COSTS, costs_of
 from bitline.kernels.hopper.scaled_linear import GluonHopperScaledMMLinearKernel
-from bitline.kernels.hopper.scaled_plans import QuantizePlan, ScaledPersistentPlan, ScaledSmallMPlan, Space
+from bitline.kernels.hopper.scaled_plans import QuantizePlan, ScaledSmallMPlan, Space, persistent_plan
 from bitline.kernels.hopper.scaled_scheme import scaled_scheme
 from bitline.testing import check, check_exact
 from bitline.testing.conformance import check_kernel
@@ -42,10 +43,13 @@ SPECS = [
     BLOCKS.replace(block=(64, 256), k=1232, act=ActSpec(F8, True, "group", 512)),
     BLOCKS.replace(block=(1, 520), act=ActSpec(F8, True, "group", 256, scale="e8m0")),
     INT8, INT8.replace(act=ActSpec(I8, symmetric=False), bias=True),
-    INT8.replace(weight=types.uint4b8, n=67, k=129, block=(1, 129)),
     INT8.replace(block=(200, 520), act=ActSpec(I8, False, "tensor")),
     INT8.replace(act=ActSpec(I8, False, "tensor", symmetric=False), act_dtype=torch.float16),
 ]  # fmt: skip
+PER_TENSOR = [
+    FP8.replace(act=ActSpec(F8, True, "tensor", limit=0.75)),
+    INT8.replace(act=ActSpec(I8, True, "tensor"), k=129, block=(1, 129)),
+]
 PAIRS = ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact))
 
 
@@ -53,7 +57,7 @@ def packed(weight):
     return list(GluonHopperScaledMMLinearKernel.pack(weight).values())
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key)
+@pytest.mark.parametrize("spec", SPECS + PER_TENSOR, ids=lambda s: s.key)
 def test_conformance(spec):
     check_kernel(GluonHopperScaledMMLinearKernel, [spec], device="cuda")
 
@@ -70,20 +74,31 @@ def test_layers_of_several_shapes(m, spec):
 
 
 @pytest.mark.parametrize("pingpong", [False, True])
-@pytest.mark.parametrize("config", FP8_COSTS, ids=str)
-@pytest.mark.parametrize("spec", [FP8, BLOCKS, BLOCKS.replace(block_offset=(40, 0)), INT8], ids=lambda s: s.key)
+@pytest.mark.parametrize("config", {**FP8_COSTS, **GROUPED_COSTS}, ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FP8, FP8.replace(bias=True, act_dtype=torch.float16), BLOCKS, BLOCKS.replace(block_offset=(40, 0)),
+        BLOCKS.replace(bias=True), BLOCKS.replace(block=(1, 2048), act=ActSpec(F8, True, "group", 256)), INT8,
+        INT8.replace(act=ActSpec(I8, symmetric=False), bias=True),
+    ],
+    ids=lambda s: s.key,
+)  # fmt: skip
 def test_every_persistent_config_with_whole_and_stream_k_tiles(config, spec, pingpong):
     shaped = spec.replace(n=1024, k=2048, block=spec.block if spec.block[0] > 1 else (1, 2048))
     scheme = scaled_scheme(shaped)
+    if isinstance(config, LargeMConfig) and not any(isinstance(c, LargeMConfig) for c in costs_of(scheme)):
+        pytest.skip("scale blocks of W that are not aligned to 128 rows")
     for make, given, judge in PAIRS:
         weight = make(shaped, 3, "cuda")
         tensors = packed(weight)
+        bias = None if weight.bias is None else weight.bias.to(shaped.act_dtype)
         for m, num_ctas in itertools.product((65, 321), (1, 5, 48, 132)):
             x = given(m, shaped, m, "cuda")
             given_config = config._replace(num_ctas=num_ctas, pingpong=pingpong)
-            plan = ScaledPersistentPlan(shaped, scheme, m, False, 132, given_config)
+            plan = persistent_plan(shaped, scheme, m, bias is not None, 132, given_config)
             for _ in range(2):  # the first call compiles
-                judge(plan(x, tensors, None), x, weight)
+                judge(plan(x, tensors, bias), x, weight)
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -109,9 +124,10 @@ def test_every_kind_of_small_m_config(rows, warpgroups, private):
                     judge(plan(x, packed(weight), None), x, weight)
 
 
+@pytest.mark.parametrize("fragment_order", [False, True])
 @pytest.mark.parametrize("k", [16, 520, 4096, 9000])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key)
-def test_codes_and_scales_are_those_of_the_definition(spec, k):
+def test_codes_and_scales_are_those_of_the_definition(spec, k, fragment_order):
     act, m = spec.act, 37
     spec = spec.replace(k=k, block=(spec.block[0], k) if spec.block[1] == spec.k else spec.block)
     scheme = scaled_scheme(spec)
@@ -119,14 +135,14 @@ def test_codes_and_scales_are_those_of_the_definition(spec, k):
     x[3] = 0
     static_scale = torch.full((1,), 0.013, device="cuda")
     static_zero = torch.full((1,), 5, dtype=torch.int32, device="cuda")
-    plan = QuantizePlan(scheme, m, x.shape[1] // 8, Space(scheme, m, 16))
+    plan = QuantizePlan(scheme, m, x.shape[1] // 8, Space(scheme, m, 16), fragment_order)
     for _ in range(2):
         space = torch.full((plan.space.bytes,), 0x5A, dtype=torch.uint8, device="cuda")
         plan(x, space.data_ptr(), static_scale, static_zero, runtime.raw_stream(0))
     at = plan.space
     codes = space[: m * scheme.columns].view(m, scheme.columns)[:, :k]
     scales = space[at.scale : at.scale + 4 * at.groups * at.stride].view(torch.float32).view(at.groups, at.stride)
-    if act.granularity == "group":  # each 16 rows are in the order of accumulators
+    if act.granularity == "group" and fragment_order:  # each 16 rows are in the order of accumulators
         scales = scales.view(at.groups, -1, 4, 2, 2).transpose(2, 3).flatten(1)
     scales = scales[:, :m]
     if act.granularity == "group" and act.scale == "float":

@@ -8,7 +8,7 @@ import torch
 from bitline import Platform, QuantLinear, types
 from bitline.act_quant import fake_quantize, quantize_input
 from bitline.kernels import emulation
-from bitline.kernels.aliases import cutlass, marlin
+from bitline.kernels.aliases import cutlass, marlin, wna16
 from bitline.kernels.reference import BatchInvariantLinearKernel
 from bitline.kernels.torch import fp8
 from bitline.kernels.torch.int8_mm import TorchInt8ScaledMMLinearKernel
@@ -41,6 +41,9 @@ TRITON = [
 ]
 W3 = W4.replace(weight=types.uint3b4)
 NF4 = W4.replace(weight=types.nf4, block=(1, 64), scale_dtype=torch.float32)
+INTEGER_ALIASES = [
+    wna16.MarlinLinearKernel, wna16.MacheteLinearKernel, wna16.ExllamaLinearKernel, wna16.ConchLinearKernel,
+]  # fmt: skip
 SPLIT_OR_LUT = [  # codes with a high-bit plane, or LUT types
     W3, W3.replace(n=512, k=1024), W3.replace(weight=types.uint3, zero="int", act_order=True, act_dtype=torch.float16),
     W4.replace(weight=types.uint5, zero="int", block=(1, 32), bias=True), W3.replace(act_dtype=torch.float32),
@@ -175,6 +178,12 @@ def test_marlin_conformance(kernel, specs):
     assert len(check_kernel(kernel, accepted, device="cuda").passed) == len(accepted) >= 3
 
 
+@pytest.mark.parametrize("kernel", INTEGER_ALIASES)
+def test_integer_alias_conformance(kernel):
+    specs = [s for s in TRITON if s.act_dtype in kernel.act_dtypes and kernel.can_implement(s)]
+    assert len(check_kernel(kernel, specs, device="cuda").passed) == len(specs) >= 2
+
+
 @pytest.mark.parametrize(("kernel", "specs"), EMULATED)
 def test_emulation_conformance(kernel, specs):
     assert len(check_kernel(kernel, specs, device="cuda").passed) == len(specs)
@@ -255,9 +264,9 @@ def test_fp8_quantization_is_bit_exact():
         x = torch.randn(37, 1000, device="cuda", dtype=dtype) * 30
         x[5] = 0
         spec = E4M3.replace(n=16, k=1000, block=(1, 1000), act_dtype=dtype)
-        codes, scale = fp8._quantize(x, spec, torch.empty(0), 1008, 48)
+        codes, scale, _ = quantize_padded(x, spec.act, 48, 1008)
         want, want_scale, _ = quantize_input(x, spec.act)
-        assert torch.equal(scale[:37], want_scale)
+        assert torch.equal(scale[:37], want_scale.view(-1))
         assert torch.equal(codes[:37, :1000].view(torch.uint8), want.view(torch.uint8))
         assert not codes[37:].view(torch.uint8).any() and not codes[:, 1000:].view(torch.uint8).any()
 

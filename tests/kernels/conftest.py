@@ -5,7 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bitline import native
 from bitline.kernels.hopper import launch, runtime, workspace
+
+
+@pytest.fixture(params=[level for level in native.isas() if level != "portable"])
+def level(request):
+    """Each ISA level of this machine that has linear kernels, in use during the test."""
+    before = native.isa()
+    native.use_isa(request.param)
+    yield request.param
+    native.use_isa(before)
 
 
 @pytest.fixture

@@ -17,13 +17,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bitline import types
 from bitline.kernels.hopper import runtime, scaled_plans
+from bitline.kernels.hopper.config import LargeMConfig
 from bitline.kernels.hopper.device.quantize import quantize_x
+from bitline.kernels.hopper.device.scaled_large_m import scaled_large_m
 from bitline.kernels.hopper.device.scaled_persistent import scaled_persistent
 from bitline.kernels.hopper.device.scaled_small_m import scaled_small_m
 from bitline.kernels.hopper.scaled_config import SCALED_SMALL_M
-from bitline.kernels.hopper.scaled_heuristics import FP8_COSTS
+from bitline.kernels.hopper.scaled_heuristics import costs_of
 from bitline.kernels.hopper.scaled_linear import GluonHopperScaledMMLinearKernel
-from bitline.kernels.hopper.scaled_plans import ScaledPersistentPlan, ScaledSmallMPlan
+from bitline.kernels.hopper.scaled_plans import ScaledSmallMPlan, persistent_plan
 from bitline.kernels.hopper.scaled_scheme import scaled_scheme
 from bitline.testing.generators import inputs, random_weight
 from bitline.types import ActSpec, LinearSpec
@@ -80,8 +82,9 @@ def compile_only(found):
     return compile_and_run
 
 
-def report(label, name, kernel, swap_ab_rows):
-    found = {"label": label, "kernel": name, "shared": kernel.metadata.shared, "tile_m": swap_ab_rows}
+def report(label, name, kernel, config):
+    accumulators = 64 if isinstance(config, LargeMConfig) else config.tile_m // 2  # of a thread and MMA
+    found = {"label": label, "kernel": name, "shared": kernel.metadata.shared, "accumulators": accumulators}
     text = kernel.asm["ptx"]
     found["wgmma"] = sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.(\S+)", text)))
     if (TOOLS / "cuobjdump").exists() and (TOOLS / "nvdisasm").exists():
@@ -103,8 +106,11 @@ def variants():
         for n in ROWS:
             for m in (1, 4, 16, 32, 64):
                 yield label, SPECS[label].replace(n=n), m, None
-        for config in FP8_COSTS:
+        for config in costs_of(scaled_scheme(SPECS[label])):
             yield label, SPECS[label], 300, config._replace(num_ctas=132)
+    for label in ("fp8 fp16 bias", "fp8 e8m0 groups", "int8 azp"):
+        for tile_n in (128, 256):
+            yield label, SPECS[label], 300, LargeMConfig(tile_n, num_ctas=132, pingpong=label != "int8 azp")
 
 
 def main(step=1):
@@ -112,8 +118,8 @@ def main(step=1):
     built = []
     runtime.gluon = lambda: SimpleNamespace(
         quantize_x=quantize_x, scaled_small_m=scaled_small_m, scaled_persistent=scaled_persistent,
-        TensorDescriptor=TensorDescriptor, swizzle128=shared_layout(128, 16), swizzle128_bytes=shared_layout(128, 8),
-        plain32=shared_layout(0, 32),
+        scaled_large_m=scaled_large_m, TensorDescriptor=TensorDescriptor, swizzle128=shared_layout(128, 16),
+        swizzle128_bytes=shared_layout(128, 8), plain32=shared_layout(0, 32),
     )  # fmt: skip
     runtime.raw_stream = lambda device: 0
     runtime.compile_and_run = compile_only(built)
@@ -123,12 +129,12 @@ def main(step=1):
             continue
         runtime.binaries.clear()
         packed = list(GluonHopperScaledMMLinearKernel.pack(random_weight(spec.replace(n=64), 1)).values())
-        kind = ScaledSmallMPlan if m <= SCALED_SMALL_M else ScaledPersistentPlan
+        kind = ScaledSmallMPlan if m <= SCALED_SMALL_M else persistent_plan
         plan = kind(spec, scaled_scheme(spec), m, spec.bias, 132, config)
         plan(inputs(m, spec, 1), packed, torch.zeros(spec.n, dtype=spec.act_dtype) if spec.bias else None)
         for name, kernel in built:
             if name != "quantize_x":
-                print(json.dumps(report(f"{label} {spec.n} M={m}", name, kernel, plan.config.tile_m)), flush=True)
+                print(json.dumps(report(f"{label} {spec.n} M={m}", name, kernel, plan.config)), flush=True)
         built.clear()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from bitline import InputError, Platform, choose, types
 from bitline.kernels.hopper import runtime, scaled_linear, workspace
-from bitline.kernels.hopper.config import SMEM_BYTES
+from bitline.kernels.hopper.config import SMEM_BYTES, LargeMConfig, WgmmaConfig
 from bitline.kernels.hopper.scaled_config import (
     SCALED_SMALL_M,
     fit_scaled_stages,
@@ -18,8 +18,9 @@ from bitline.kernels.hopper.scaled_config import (
     scaled_small_m_config,
     scaled_smem_bytes,
 )
-from bitline.kernels.hopper.scaled_heuristics import FP8_COSTS, scaled_persistent_config
+from bitline.kernels.hopper.scaled_heuristics import GROUPED_COSTS, scaled_persistent_config
 from bitline.kernels.hopper.scaled_linear import EagerScaledLinear, GluonHopperScaledMMLinearKernel
+from bitline.kernels.hopper.scaled_plans import persistent_plan
 from bitline.kernels.hopper.scaled_scheme import check_spec, scaled_scheme
 from bitline.testing.generators import random_weight
 from bitline.types import ActSpec, LinearSpec
@@ -35,7 +36,7 @@ INT8 = FP8.replace(weight=I8, act=ActSpec(I8))
     [
         (FP8.replace(act=None), "does not quantize activations"),
         (FP8.replace(weight=I8), "weight type int8"),
-        (FP8.replace(act=ActSpec(F8, True, "tensor")), "dynamic scale of the whole input"),
+        (INT8.replace(act=ActSpec(I8, True, "tensor", symmetric=False)), "zero point of the whole input"),
         (BLOCKS.replace(act=ActSpec(F8)), "weight scales change along K, activation scales do not"),
         (BLOCKS.replace(block=(1, 32), act=ActSpec(F8, True, "group", 32, scale="e8m0")), "activation scheme"),
         (BLOCKS.replace(block=(128, 192)), "scale blocks of 192 columns"),
@@ -93,10 +94,24 @@ def test_small_m_tiles_cover_the_rows_evenly(m, n):
 
 def test_persistent_configs_fit():
     for grouped in (False, True):
-        for config in FP8_COSTS:
-            fitted = fit_scaled_stages(config, grouped)
-            assert fitted.stages >= 3 and scaled_smem_bytes(fitted, grouped) <= SMEM_BYTES
+        for config in GROUPED_COSTS:
+            if isinstance(config, LargeMConfig):
+                for columns in (False, True):
+                    large = config.fit_stages(grouped, columns)
+                    assert large.stages >= 3 and large.smem_bytes(grouped, columns) <= SMEM_BYTES
+            else:
+                fitted = fit_scaled_stages(config, grouped)
+                assert fitted.stages >= 3 and scaled_smem_bytes(fitted, grouped) <= SMEM_BYTES
     assert scaled_persistent_config(4096, 8192, 8192, scaled_scheme(FP8), 132).cta_m == 256
+
+
+def test_x_is_operand_a_where_scale_blocks_are_aligned_and_m_is_large():
+    aligned = BLOCKS.replace(n=8192, k=8192)
+    for spec, want in ((aligned, LargeMConfig), (aligned.replace(block_offset=(40, 0)), WgmmaConfig)):
+        config = scaled_persistent_config(4096, 8192, 8192, scaled_scheme(spec), 132)
+        assert isinstance(config, want) and config.num_ctas > 0
+        plan = persistent_plan(spec, scaled_scheme(spec), 4096, False, 132)
+        assert plan.kernel_name == ("scaled_large_m" if want is LargeMConfig else "scaled_persistent")
 
 
 def test_costs_grow_and_the_kernel_is_chosen():
@@ -125,7 +140,7 @@ def fake(monkeypatch):
         launch = lambda *a: fake.calls.append((kernel, len(args) + len(constants), a))
         return runtime.Binary(launch, ("function",), False, formats, {})
 
-    names = ("quantize_x", "scaled_small_m", "scaled_persistent")
+    names = ("quantize_x", "scaled_small_m", "scaled_persistent", "scaled_large_m")
     gluon = SimpleNamespace(
         **{name: name for name in names}, fill_tensor_map=fill_tensor_map, swizzle128=0, swizzle128_bytes=0, plain32=0,
         TensorDescriptor=SimpleNamespace(from_tensor=lambda *a: a),
@@ -171,7 +186,9 @@ def test_eager_calls_make_the_launch_of_the_plan(fake, spec, shape):
         kept.append(y)
         assert y.shape == (*shape[:-1], spec.n) and y.is_contiguous()
         names = [name for name, _, _ in fake.calls]
-        assert names == (["scaled_small_m"] if m <= SCALED_SMALL_M else ["quantize_x", "scaled_persistent"])
+        assert names in (
+            [["scaled_small_m"]] if m <= SCALED_SMALL_M else [["quantize_x", f"scaled_{k}"] for k in ("persistent", "large_m")]
+        )
         for _name, count, args in fake.calls:
             *_, packed_args = args[:5], args[5:]
             maps = sum(isinstance(a, tuple) and a[:1] == ("map",) for a in packed_args)
@@ -179,6 +196,20 @@ def test_eager_calls_make_the_launch_of_the_plan(fake, spec, shape):
         assert y.data_ptr() in {a if isinstance(a, int) else a[1] for a in fake.calls[-1][2] if isinstance(a, (int, tuple)) and a}
     for other in (x.half(), torch.ones(m, 521).bfloat16()[:, 1:]):
         assert eager(other.view(m, 520) if other.is_contiguous() else other) is None
+
+
+def test_a_second_layer_is_eager_from_its_first_call_on(fake):
+    x = torch.ones(100, 520).bfloat16()
+    for seed in (1, 2):  # the second finds the binaries of the first
+        packed = list(GluonHopperScaledMMLinearKernel.pack(random_weight(FP8, seed)).values())
+        spec = FP8.replace()
+        eager = EagerScaledLinear(packed, None, spec)
+        for _ in range(4):
+            y = eager(x)
+            if y is None:
+                scaled_linear.plan_of(spec, 100, False, -1)(x, packed, None)
+        assert y is not None and all(eager.launches.values())
+        assert packed[0].data_ptr() in {a[1] for a in fake.calls[-1][2] if isinstance(a, tuple) and a[:1] == ("map",)}
 
 
 def test_one_launch_has_one_workspace_per_stream(fake):

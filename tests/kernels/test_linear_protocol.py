@@ -16,6 +16,7 @@ from bitline.protocol.foreign_kernel import config_of, write_layer
 from bitline.protocol.layer_reader import read_layer
 from bitline.protocol.scaled_reader import merge_static_ranges
 from bitline.select import Policy
+from bitline.testing.generators import random_weight
 
 BF16 = torch.bfloat16
 CASES = [
@@ -347,3 +348,70 @@ def test_registering_refuses_what_it_does_not_know():
         linear.register_linear_kernel(object, "cpu", "mp")
     with pytest.raises(AttributeError, match="NoSuchKernel"):
         _ = linear.NoSuchKernel
+
+
+def test_fp8_kernels_that_are_batch_invariant():
+    def kernel(act, name):
+        return linear.init_fp8_linear_kernel(act, linear.kFp8StaticChannelSym, (64, 192), BF16, policy=Policy(kernel=name))
+
+    token, tensor = linear.kFp8DynamicTokenSym, linear.kFp8DynamicTensorSym
+    assert linear.fp8_scaled_mm_is_batch_invariant(kernel(token, "BatchInvariantLinearKernel"))
+    assert not linear.fp8_scaled_mm_is_batch_invariant(kernel(token, "ReferenceLinearKernel"))
+    assert not linear.fp8_scaled_mm_is_batch_invariant(kernel(tensor, "BatchInvariantLinearKernel"))
+
+
+def test_fp8_weights_with_16_bit_activations():
+    weight = quantized("FP8_DYNAMIC", {})
+    layer = write_layer(weight, "fp8")
+    kernel = linear.init_wfp8_a16_linear_kernel(linear.kFp8StaticChannelSym, linear.kFp8DynamicTokenSym, (64, 192), BF16)
+    kernel.process_weights_after_loading(layer)
+    x = matrix(3, 192, 1).to(BF16)
+    expected = x.float() @ weight.dequantize(torch.float32).T
+    assert (kernel.apply_weights(layer, x).float() - expected).abs().max() <= 0.01 * expected.abs().max()
+
+
+@pytest.mark.parametrize("key", [linear.kMxfp6E2M3Static, linear.kMxfp6E3M2Static])
+@pytest.mark.parametrize("act", [None, linear.kMxfp6E2M3Dynamic, linear.kMxfp4Dynamic])
+def test_mxfp6_layers(key, act):
+    weight = random_weight(linear.MxFp6LinearLayerConfig(key, act, (64, 192), BF16).to_spec(), 5)
+    layer = write_layer(weight, "mxfp6")
+    kernel = linear.init_mxfp6_linear_kernel(key, act, (64, 192), BF16)
+    assert isinstance(kernel, linear.MxFp6LinearKernel)
+    kernel.process_weights_after_loading(layer)
+    x = matrix(3, 192, 1).to(BF16)
+    assert torch.equal(kernel.apply_weights(layer, x), bitline.QuantLinear(weight, kernel=type(kernel).__name__)(x))
+
+
+def test_an_mxfp6_key_of_another_type():
+    with pytest.raises(InputError, match="weights of 6 bits"):
+        linear.init_mxfp6_linear_kernel(linear.kMxfp4Dynamic)
+    with pytest.raises(InputError, match="no MX element type"):
+        linear.init_mxfp6_linear_kernel(linear.kFp8StaticTensorSym)
+
+
+# Of vllm.model_executor.kernels.linear, vLLM 0.33: what is not in docs/api/kernels-linear.md's list of absent names.
+VLLM_NAMES = [
+    "AiterInt8ScaledMMLinearKernel", "CPUInt8ScaledMMLinearKernel", "CPUWNA16LinearKernel",
+    "ChannelWiseTorchFP8ScaledMMLinearKernel", "ConchLinearKernel", "CutlassFP8ScaledMMLinearKernel",
+    "CutlassInt8ScaledMMLinearKernel", "CutlassNvFp4LinearKernel", "CutlassW4A8LinearKernel",
+    "DeepGemmFp8BlockScaledMMKernel", "EmulationMxfp4LinearKernel", "EmulationMxfp6LinearKernel",
+    "EmulationMxfp8LinearKernel", "EmulationNvFp4LinearKernel", "ExllamaLinearKernel", "FP8ScaledMMLinearKernel",
+    "FP8ScaledMMLinearLayerConfig", "FbgemmNvFp4LinearKernel", "FlashInferB12xNvFp4LinearKernel",
+    "FlashInferCudnnNvFp4LinearKernel", "FlashInferCutlassMxfp8LinearKernel", "FlashInferCutlassNvFp4LinearKernel",
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "FlashInferMxFp4LinearKernel", "FlashInferTrtllmNvFp4LinearKernel",
+    "Int8ScaledMMLinearKernel", "Int8ScaledMMLinearLayerConfig", "MPLinearKernel", "MPLinearLayerConfig",
+    "MacheteLinearKernel", "MarlinLinearKernel", "MarlinMxFp4LinearKernel", "MarlinMxfp8LinearKernel",
+    "MarlinNvFp4LinearKernel", "MxFp4LinearKernel", "MxFp4LinearLayerConfig", "MxFp6LinearKernel", "MxFp6LinearLayerConfig",
+    "Mxfp8LinearKernel", "Mxfp8LinearLayerConfig", "NvFp4LinearKernel", "NvFp4LinearLayerConfig",
+    "PerTensorTorchFP8ScaledMMLinearKernel", "RDNAHybridW4A16LinearKernel", "ROCmFP8ScaledMMLinearKernel",
+    "RowWiseTorchFP8ScaledMMLinearKernel", "ScaledMMLinearKernel", "ScaledMMLinearLayerConfig", "TorchMxFp8LinearKernel",
+    "TorchNvFp4LinearKernel", "TritonInt8ScaledMMLinearKernel", "TritonW4A16LinearKernel", "XPUMxFp8LinearKernel",
+    "XPUW4A8IntLinearKernel", "XPUwNa16LinearKernel", "ZentorchInt8ScaledMMLinearKernel", "ZentorchWNA16LinearKernel",
+    "choose_mp_linear_kernel", "fp8_scaled_mm_is_batch_invariant", "init_fp8_linear_kernel", "init_int8_linear_kernel",
+    "init_mxfp4_linear_kernel", "init_mxfp6_linear_kernel", "init_mxfp8_linear_kernel", "init_nvfp4_linear_kernel",
+    "init_wfp8_a16_linear_kernel", "register_linear_kernel",
+]  # fmt: skip
+
+
+def test_vllms_names_are_here():
+    assert not [name for name in VLLM_NAMES if name not in dir(linear) or getattr(linear, name) is None]

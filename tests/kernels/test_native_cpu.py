@@ -21,14 +21,6 @@ pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no native kernel here: {nat
 BASE = LinearSpec(40, 96, types.uint4b8, (1, 32), scale_dtype=torch.bfloat16)
 
 
-@pytest.fixture(params=LEVELS)
-def level(request):
-    before = native.isa()
-    native.use_isa(request.param)
-    yield request.param
-    native.use_isa(before)
-
-
 @pytest.fixture
 def threads():
     before = torch.get_num_threads()

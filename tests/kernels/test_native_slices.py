@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from test_native_cpu import run_poisoned
 
 from bitline import native, types
 from bitline.kernels.cpu.native_linear import CPUWNA16LinearKernel as Kernel
@@ -12,18 +13,19 @@ from bitline.testing.generators import inputs, lossless_inputs, lossless_weight,
 from bitline.testing.tolerance import reference64
 from bitline.types import ActSpec, LinearSpec
 
-LEVELS = [level for level in ("avx2", "avx_vnni", "neon") if level in native.isas()]
-pytestmark = pytest.mark.skipif(not LEVELS, reason="no level with the int8-slices kernel here")
+pytestmark = pytest.mark.skipif(len(native.isas()) < 2, reason="no level with linear kernels here")
 BASE = LinearSpec(40, 256, types.uint4b8, (1, 64), scale_dtype=torch.float32)
+ZEROS = BASE.replace(weight=types.uint4, block=(1, 32), zero="int", n=33, k=200)
+OFFSETS = BASE.replace(weight=types.uint4, block=(1, 32), zero="float", scale_dtype=torch.uint8, scale2_block=(1, 128), bias=True)
+NVFP4 = BASE.replace(weight=types.float4_e2m1, block=(1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(40, 256))
+LAYERS = {
+    "group 64": BASE, "zeros": ZEROS, "offsets": OFFSETS, "nvfp4": NVFP4, "group 24": BASE.replace(block=(1, 24), n=1, k=240),
+    "act-order": BASE.replace(act_order=True, n=70), "channel": BASE.replace(weight=types.int8, block=(1, 1111), k=1111, n=45),
+    "2 bits": BASE.replace(weight=types.uint2b2, n=31), "3 bits": BASE.replace(weight=types.uint3b4, k=250, n=65),
+    "5 bits": BASE.replace(weight=types.uint5b16, block=(1, 100), k=300), "6 bits, offsets": BASE.replace(
+        weight=types.uint6, block=(1, 16), zero="float"),
+}  # fmt: skip
 KINDS = [types.uint2b2, types.uint3b4, types.uint4b8, types.uint5b16, types.uint6b32, types.int8, types.float4_e2m1]
-
-
-@pytest.fixture(params=LEVELS)
-def level(request):
-    before = native.isa()
-    native.use_isa(request.param)
-    yield request.param
-    native.use_isa(before)
 
 
 def apply(x, weight):
@@ -39,6 +41,31 @@ def test_an_outlier_in_a_group_leaves_the_others_their_bits(level, kind, dtype):
         x[:, 5] = 900.0
         x[:, 70] = -4000.0
         check(apply(x, weight), x, weight)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_number_of_rows(level, name, dtype):
+    spec = LAYERS[name].replace(act_dtype=dtype)
+    exact, weight = lossless_weight(spec, 1), random_weight(spec, 2)
+    for m in (*range(1, 10), 12, 13, 17):
+        x = lossless_inputs(m, spec, m)
+        check_exact(run_poisoned(spec, exact, x), x, exact)
+        x = inputs(m, spec, m)
+        check(run_poisoned(spec, weight, x), x, weight)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_row_has_the_same_bits_among_others(level, name):
+    """Integer sums are exact, so tiles of other sizes change no bit, up to the number of rows that the level multiplies so."""
+    spec = LAYERS[name]
+    most = {"avx512": 4, "amx": 4, "neon_i8mm": 3}.get(level, 12)
+    if level == "avx2":
+        most = 1 if spec.weight.bits == 8 else 5
+    packed, x = list(Kernel.pack(random_weight(spec, 1)).values()), inputs(most, spec, 3)
+    alone = torch.cat([Kernel.apply(row, packed, None, spec) for row in x.split(1)])
+    for m in range(2, most + 1):
+        assert torch.equal(Kernel.apply(x[:m], packed, None, spec), alone[:m])
 
 
 @pytest.mark.parametrize("exponent", [-120, -40, -31, 0, 60, 100])

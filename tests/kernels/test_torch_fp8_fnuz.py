@@ -38,7 +38,7 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None):
     "kernel",
     [
         fp8.PerTensorTorchFP8ScaledMMLinearKernel, fp8.RowWiseTorchFP8ScaledMMLinearKernel,
-        fp8.ChannelWiseTorchFP8ScaledMMLinearKernel,
+        fp8.ChannelWiseTorchFP8ScaledMMLinearKernel, fp8.ROCmFP8ScaledMMLinearKernel,
     ],
 )  # fmt: skip
 def test_computes_what_the_spec_says(kernel, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bitline import types
-from bitline.kernels.torch.microscaled import CutlassNvFp4LinearKernel, TorchMxfp8LinearKernel
+from bitline.kernels.torch.microscaled import CutlassNvFp4LinearKernel, TorchMxfp8LinearKernel, TorchNvFp4LinearKernel
 from bitline.testing.conformance import check_kernel
 from bitline.types import ActSpec, LinearSpec
 
@@ -35,7 +35,7 @@ def fake_scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None):
     return y
 
 
-@pytest.mark.parametrize("kernel", [CutlassNvFp4LinearKernel, TorchMxfp8LinearKernel])
+@pytest.mark.parametrize("kernel", [CutlassNvFp4LinearKernel, TorchNvFp4LinearKernel, TorchMxfp8LinearKernel])
 def test_computes_what_the_spec_says(kernel, monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", fake_scaled_mm)
     nv = LinearSpec(256, 256, E2M1, (1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(256, 256),
@@ -43,6 +43,6 @@ def test_computes_what_the_spec_says(kernel, monkeypatch):
     mx = LinearSpec(256, 256, E4M3, (1, 32), scale_dtype=E8M0, act=ActSpec(E4M3, True, "group", 32, scale="e8m0"))
     specs = []
     for n, k in ((256, 256), (48, 208), (33, 77), (1, 16), (130, 1040)):
-        spec = nv.replace(n=n, k=k, scale2_block=(n, k)) if kernel is CutlassNvFp4LinearKernel else mx.replace(n=n, k=k)
+        spec = nv.replace(n=n, k=k, scale2_block=(n, k)) if kernel is not TorchMxfp8LinearKernel else mx.replace(n=n, k=k)
         specs += [spec, spec.replace(bias=True), spec.replace(act_dtype=torch.float16)]
     assert len(check_kernel(kernel, specs, "cuda:sm100").passed) == len(specs)

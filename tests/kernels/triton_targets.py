@@ -12,7 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bitline import types
-from bitline.kernels.triton.device import act_quant, fake_quant, gemm
+from bitline.expert_gate import ExpertGate
+from bitline.kernels.triton import experts as experts_host
+from bitline.kernels.triton.act_quant import num_warps, quantize_config
+from bitline.kernels.triton.device import act_quant, experts, experts_sort, fake_quant, gemm
 from bitline.kernels.triton.device import scaled_mm as scaled_mm_device
 from bitline.kernels.triton.heuristics import DeviceTraits, choose_gemm_config
 from bitline.kernels.triton.launch import code_format, gemm_constants
@@ -61,7 +64,19 @@ FAKE_QUANT = [  # (activation scheme, columns per group)
     (ActSpec(types.float4_e2m1, True, "group", 32, scale="e8m0"), 32),
     (ActSpec(types.float4_e2m1, True, "group", 16, scale="e4m3"), 16),
 ]  # fmt: skip
+QUANTIZED = (
+    ActSpec(types.float8_e4m3fn), ActSpec(types.int8), ActSpec(types.int8, symmetric=False),
+    ActSpec(types.float8_e4m3fn, True, "group", 128), ActSpec(types.float8_e4m3fn, True, "group", 32, scale="e8m0"),
+    ActSpec(types.int8, False, "tensor", symmetric=False),
+)  # fmt: skip
 SM90_ONLY = ("fp16 zero", "8 bits", "NVFP4 fp16", "FP8 fp16", "MXFP8", "FP8 block", "E5M2")
+EXPERTS = {  # label: (gate of the first projection, or None for the second; M of an expert, 0 for pairs that are not sorted)
+    "g128": (ExpertGate("silu"), (0, 8, 16, 32, 64, 128)), "zero": (ExpertGate("gelu"), (0, 64)),
+    "act-order": (ExpertGate("relu2", False), (0, 64)), "offset g32": (ExpertGate("silu"), (0, 64)),
+    "MXFP4": (ExpertGate("silu", True, 1.702, 7.0), (0, 64, 128)),
+    "NVFP4": (ExpertGate("gelu_tanh"), (0, 64)), "3 bits": (None, (0, 64)), "FP8 block": (None, (0, 16, 64)),
+    "8 bits": (None, (0, 64)), "float32": (ExpertGate("silu"), (0, 64)),
+}  # fmt: skip
 LIMIT = {"limit": "fp32"}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -71,6 +86,7 @@ def compiled(kernel, pointers, constants, target):
     constants = {name: value for name, value in constants.items() if name not in options}
     signature = {a: "constexpr" if a in constants else pointers.get(a, "i32") for a in kernel.arg_names}
     aligned = {a for a in kernel.arg_names if "*" in pointers.get(a, "")} | {"N", "K", "k_padded"}
+    aligned |= {"stride_x", "stride_other", "stride_residual"}
     attrs = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a in aligned}
     return triton.compile(ASTSource(kernel, signature, constants, attrs), target=target, options=options)
 
@@ -130,16 +146,38 @@ def variants(name):
     """(label, compiled kernel) of every variant for the target of that name, in a fixed order."""
     target, traits = TARGETS[name]
     yield from weight_only(name, target, traits)
-    if name in ("sm_90", "sm_120", "gfx1201"):
-        table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", **LIMIT}
-        constants = {"MIN_SCALE": 1e-7, "BLOCK_SIZE_K": 4096, "num_warps": 8}
-        yield "fp8 per token", compiled(act_quant.quantize_fp8_per_token_kernel, table, constants, target)
+    yield from quantization(name, target)
     table = {"x_ptr": "*bf16", "out_ptr": "*bf16", "scale_ptr": "*fp32", "zero_ptr": "*i32", **LIMIT}
     for act, group in FAKE_QUANT:
         constants = {"CONFIG": fake_quant_config(act, True, True), "MIN_SCALE": 1e-7, "GROUP_SIZE": group,
                      "GROUPS_PER_PROGRAM": max(1, 2048 // group), "num_warps": 4}  # fmt: skip
         yield f"fake quantize {act}", compiled(fake_quant.fake_quantize_kernel, table, constants, target)
     yield from scaled_mm(name, target, traits)
+    yield from experts_of_layers(name, target, traits)
+
+
+def experts_of_layers(name, target, traits):
+    """Both projections of experts with few and many tokens, the sort, and the weighted sum."""
+    for label, (gate, m_values) in EXPERTS.items():
+        spec = SPECS[label][0]
+        spec = spec.replace(act_dtype=torch.float16) if traits.no_mma else spec
+        k_blocks = -(-spec.k // layout_of(spec).block_k)
+        for m in m_values if name == "sm_90" else (m_values[0], m_values[-1]):
+            config, _ = experts_host.gemm_configs((spec, spec), (k_blocks, k_blocks), max(m, 8), traits)
+            constants = experts_host.projection_constants(
+                spec, gate, config, k_blocks, False, m > 0, traits.is_nvidia, traits.no_mma
+            )
+            table = {**pointers(spec), "index_ptr": "*i64", "sorted_ptr": "*i32", "blocks_ptr": "*i32"}
+            if gate is None:
+                table["out_ptr"] = "*fp32"
+            yield f"experts {label} M={m}", compiled(experts.experts_gemm_kernel, table, constants, target)
+    table = dict.fromkeys(("sorted_ptr", "ranges_ptr", "blocks_ptr"), "*i32") | {"index_ptr": "*i64"}
+    yield "experts sort", compiled(experts_sort.sort_kernel, table, {"BLOCK_SIZE": experts_host.SORT_BLOCK}, target)
+    for most in (8, 512):
+        constants = {"BLOCK_SIZE_M": 16, "MAX_EXPERTS": most, "BLOCK_SIZE": experts_host.MAP_BLOCK}
+        yield f"experts blocks of {most}", compiled(experts_sort.blocks_kernel, table, constants, target)
+    table = {"y_ptr": "*fp32", "index_ptr": "*i64", "weights_ptr": "*fp32", "out_ptr": "*bf16"}
+    yield "experts sum", compiled(experts.weighted_sum_kernel, table, {"BLOCK_SIZE": experts_host.SUM_BLOCK}, target)
 
 
 def weight_only(name, target, traits):
@@ -172,7 +210,7 @@ def weight_only(name, target, traits):
 
 
 def scaled_mm(name, target, traits):
-    """W8A8 and its activation quantization: int8 everywhere, FP8 where there are instructions for it; small to large M."""
+    """W8A8: int8 everywhere, FP8 where there are instructions for it; small to large M."""
     kinds = {} if traits.no_mma else {"int8": ("*i8", 0, True)}
     kinds |= {"fp8": ("*fp8e4nv", 128, False)} if name in ("sm_90", "sm_120", "gfx1201") else {}
     for kind, (codes, block, zero) in kinds.items():
@@ -187,13 +225,19 @@ def scaled_mm(name, target, traits):
                 "num_warps": config.num_warps, "num_stages": config.num_stages,
             }  # fmt: skip
             yield f"{kind} M={m}", compiled(scaled_mm_device.scaled_mm_kernel, table, constants, target)
-    table = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32", **LIMIT}
-    constants = {"ASYMMETRIC": True, "MIN_SCALE": 1e-7, "BLOCK_SIZE_K": 4096, "num_warps": 8}
-    yield "int8 per token", compiled(act_quant.quantize_int8_per_token_kernel, table, constants, target)
-    if "fp8" in kinds:
-        table = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32", **LIMIT}
-        constants = {"E8M0_SCALE": True, "MIN_SCALE": 1e-7, "GROUP_SIZE": 128, "GROUPS_PER_PROGRAM": 16, "num_warps": 4}
-        yield "fp8 per group", compiled(act_quant.quantize_fp8_per_group_kernel, table, constants, target)
+
+
+def quantization(name, target):
+    """Activation quantization, alone and after an RMSNorm or a gated SiLU, for K = 8192."""
+    x, scale = dict.fromkeys(("x_ptr", "other_ptr", "residual_ptr", "new_residual_ptr"), "*bf16"), {"scale_ptr": "*fp32"}
+    table = {**x, "codes_ptr": "*u8", **scale, "zero_ptr": "*i32", "epsilon": "fp32", **LIMIT}
+    native = name in ("sm_90", "sm_120", "gfx1201")
+    for act in QUANTIZED:
+        for source in ("plain", "rms_norm", "silu_mul"):
+            config = quantize_config(act, source, 8192, has_residual=source == "rms_norm", has_static_zero=not act.dynamic and not
+                                     act.symmetric, native_fp8=native)  # fmt: skip
+            constants = {"config": config, "num_warps": num_warps(config.groups * config.group_size)}
+            yield f"quantize {act} {source}", compiled(act_quant.quantize_kernel, table, constants, target)
 
 
 def report(label, kernel, name):

@@ -48,10 +48,10 @@ def test_computes_what_the_spec_says(kernel, package, platform, specs):
 def test_dispatch_on_m(monkeypatch):
     """FlashInfer for M < 32, DeepGEMM from M = 32 on; both read one packed weight."""
     kernel, calls = deep_gemm.FlashInferFp8DeepGEMMDynamicBlockScaledKernel, []
-    large = deep_gemm.DeepGemmFp8BlockScaledMMKernel.apply
+    large = deep_gemm.DeepGemmFp8BlockScaledMMKernel._multiply
     monkeypatch.setattr(deep_gemm, "installed_packages", lambda: {"deep_gemm": "2"})
     monkeypatch.setattr(
-        deep_gemm.DeepGemmFp8BlockScaledMMKernel, "apply", lambda x, *rest: calls.append(x.shape[0]) or large(x, *rest)
+        deep_gemm.DeepGemmFp8BlockScaledMMKernel, "_multiply", lambda a, s, m, *rest: calls.append(m) or large(a, s, m, *rest)
     )
     with fakes.flashinfer_fp8(), fakes.deep_gemm():
         assert len(check_kernel(kernel, F8S, "cuda:sm90,flashinfer,deep_gemm").passed) == len(F8S)

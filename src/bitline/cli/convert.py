@@ -1,4 +1,4 @@
-"""`bitline convert`: a checkpoint in another format, verified to have the same weights."""
+"""`bitline convert` and `bitline quantize`: a checkpoint written in a format, verified by reading it back."""
 
 from __future__ import annotations
 
@@ -10,21 +10,45 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.markup import escape
 
-from bitline.cli.console import err, out
+from bitline.cli.console import out
 from bitline.cli.fetch import local_path
 from bitline.cli.progress import progress_bars
 from bitline.cli.render import put, size, table
-from bitline.conversion import LayerReport, convert
+from bitline.conversion import TARGETS, ConversionReport, LayerReport, convert, quantize_checkpoint
+from bitline.rtn import SCHEMES
+
+
+def target_of(name: str) -> str:
+    """The format of --to, in any case."""
+    if name.lower() not in TARGETS:
+        raise typer.BadParameter(f"unknown format {name!r}; it is one of {', '.join(TARGETS)}", param_hint="--to")
+    return name.lower()
 
 
 def convert_report(source: str, result: Path, to: str, lossy: bool, weights_only: bool, quiet: bool) -> dict[str, Any]:
-    """The report of the command as JSON-compatible values."""
-    with _exit_on_signals(), _progress_bars() if err.is_terminal and not quiet else contextlib.nullcontext() as progress:
-        report = convert(
-            local_path(source), result.expanduser(), to=to, lossy=lossy, weights_only=weights_only, progress=progress
+    """The report of `convert` as JSON-compatible values."""
+    with _exit_on_signals(), _progress_bars(quiet) as progress:
+        return _report(
+            convert(local_path(source), result.expanduser(), to=to, lossy=lossy, weights_only=weights_only, progress=progress)
         )
+
+
+def quantize_report(
+    source: str, result: Path, to: str, scheme: str, group_size: int | None, ignore: list[str], quiet: bool
+) -> dict[str, Any]:
+    """The report of `quantize` as JSON-compatible values."""
+    if scheme.upper() not in SCHEMES:
+        raise typer.BadParameter(f"unknown scheme {scheme!r}; it is one of {', '.join(SCHEMES)}", param_hint="--scheme")
+    with _exit_on_signals(), _progress_bars(quiet) as progress:
+        report = quantize_checkpoint(local_path(source), result.expanduser(), scheme=scheme, group_size=group_size, to=to,
+                                     ignore=ignore, progress=progress)  # fmt: skip
+    return _report(report)
+
+
+def _report(report: ConversionReport) -> dict[str, Any]:
     kinds: dict[Any, list[LayerReport]] = defaultdict(list)
     for layer in report.layers:
         kinds[(layer.format, layer.before, layer.after, layer.changes, layer.shape, layer.exact)].append(layer)
@@ -60,9 +84,9 @@ def _exit(number: int, _frame: object) -> None:
 
 
 @contextlib.contextmanager
-def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+def _progress_bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """One bar for writing and one for verification."""
-    with progress_bars() as show_step:
+    with progress_bars(quiet=quiet) as show_step:
         yield lambda stage, done, total: show_step({"prove": "verify"}.get(stage, stage), done, total)
 
 

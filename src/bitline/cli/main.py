@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import math
@@ -12,21 +11,23 @@ from typing import Annotated, Any
 
 import typer
 
-from bitline.cli.console import err
+from bitline import env
+from bitline.cli.console import ClosedPipe, err
 from bitline.errors import BitlineError
 from bitline.version import __version__
 
 app = typer.Typer(
     name="bitline",
     help="Runs the linear layers of any quantized model on any machine, and explains every kernel that it chooses.",
-    epilog="Exit codes: 0 success; 1 bad file, machine or result; 2 bad command line; 130 Ctrl-C. With --json every answer is "
-    'one JSON object on stdout, an error is {"error": {...}}. docs/command-line.md describes both.',
+    epilog="Exit codes: 0 success; 1 bad file, machine or result; 2 bad command line; 130 Ctrl-C; 141 closed pipe. With --json "
+    'every answer is one JSON object on stdout, an error is {"error": {...}}. docs/command-line.md describes both.',
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 INTERRUPTED = 130
+CLOSED_PIPE = 141  # as a program that SIGPIPE ends
 _UsageError: Any = typer.BadParameter.__mro__[2]  # ClickException, whose module differs among typer's versions
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -39,11 +40,15 @@ PolicyFlags = Annotated[
     str | None, typer.Option("--policy", metavar="FLAGS", help="Only kernels that are batch_invariant, deterministic, or both.")
 ]
 Disable = Annotated[str | None, typer.Option("--disable", metavar="CLASSES", help="Never use these kernels: A,B.")]
+Model = Annotated[
+    str, typer.Argument(help="A checkpoint folder, a .gguf file, a name on the Hugging Face hub, or the packaged model: smollm2.")
+]
+Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto (a GPU where there is one), cpu, cuda, cuda:1, xpu.")]
 Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="Activation dtype: auto, bfloat16, float16 or float32.")]
 
 
 def run() -> None:
-    """Entry point. Exit codes: 0 success, 1 bad input, machine or result, 2 bad command line, 130 interrupted."""
+    """Entry point. Exit codes: 0 success, 1 bad input, machine or result, 2 bad command line, 130 Ctrl-C, 141 closed pipe."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # do not fail on a terminal that cannot print ×
@@ -67,10 +72,12 @@ def run() -> None:
         _fail(type(error).__name__, str(error), file=error.file, tensor=error.tensor, field=error.field,
               found=error.found, expected=error.expected, fix=error.fix)  # fmt: skip
         sys.exit(1)
-    except OSError as error:
-        if error.errno != errno.EPIPE:  # EPIPE: the reader of the output has exited
-            err.print(f"cannot write the output: {error.strerror}", markup=False, highlight=False)
+    except ClosedPipe:
         sys.stdout = sys.stderr = None  # or Python flushes again on exit
+        sys.exit(CLOSED_PIPE)
+    except OSError as error:
+        err.print(f"cannot write the output: {error.strerror}", markup=False, highlight=False)
+        sys.stdout = sys.stderr = None
         sys.exit(1)
 
 
@@ -85,7 +92,10 @@ def _fail(kind: str, message: str, **facts: str | None) -> None:
 
 def emit(report: dict[str, Any]) -> None:
     """Print a `--json` report; NaN and infinity, which JSON does not have, become null."""
-    print(json.dumps(_finite(report), indent=2, allow_nan=False))
+    try:
+        print(json.dumps(_finite(report), indent=2, allow_nan=False), flush=True)
+    except BrokenPipeError as error:
+        raise ClosedPipe from error
 
 
 def _finite(value: Any) -> Any:
@@ -118,29 +128,63 @@ def _main(
 
 @app.command("run")
 def run_model(
-    model: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or the packaged model: smollm2.")],
+    model: Model,
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", metavar="TEXT", help="The text to continue; with --chat, the user message.")
     ] = "The capital of France is",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Tokens to generate.")] = 128,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, xpu.")] = "cpu",
+    device: Device = "auto",
     dtype: Dtype = "auto",
+    threads: Annotated[int, typer.Option("--threads", min=0, metavar="N", help="CPU threads; 0: as torch chooses.")] = 0,
+    m: Annotated[
+        str, typer.Option("--m", metavar="1,256", help="Batch sizes (M) to choose kernels for: decode and prefill.")
+    ] = "1,256",
     kernel: KernelName = None,
     backend: Backend = None,
     strict: Strict = False,
     policy: PolicyFlags = None,
     disable: Disable = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="A conversation: read messages from standard input.")
+    ] = False,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, metavar="T", help="Draw tokens at this temperature; 0: greedy.")
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option("--top-k", min=0, metavar="N", help="Draw from the N likeliest tokens only; 0: from all.")
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option("--top-p", min=0.0, max=1.0, metavar="P", help="Draw from the likeliest tokens that add up to P."),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="The same seed draws the same tokens.")] = 0,
     check: Annotated[bool, typer.Option(help="Compare one layer of each spec with the reference at the end.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Load a quantized model, print the kernel of every layer, stream the answer, and report speed, memory and accuracy."""
-    from bitline.cli.options import policy_of
-    from bitline.cli.run import run_report
+    """Load a quantized model, print the kernel of every layer, stream the answer, and report speed, memory and accuracy.
 
-    asked = policy_of(kernel, backend, strict, policy, disable)
-    report = run_report(model, prompt, max_new_tokens, device, dtype, asked, chat, check, quiet=as_json)
-    if as_json:
+    Started by torchrun, each rank runs its cut of every layer (tensor parallelism) and the first one prints.
+    """
+    if interactive and (as_json or env.launched_ranks() > 1):
+        raise typer.BadParameter("a conversation runs in one process and has no --json", param_hint="--interactive")
+    from bitline.cli.options import policy_of, sampling_of
+    from bitline.cli.run import RunOptions, run_report
+    from bitline.parallel.group import leave
+
+    asked = policy_of(kernel, backend, strict, policy, disable, m=parse_batch_sizes(m))
+    sampling = sampling_of(temperature, top_k, top_p, seed)
+    options = RunOptions(max_new_tokens, device, dtype, asked, chat, check, threads, sampling)
+    if interactive:
+        from bitline.cli.chat import converse
+
+        converse(model, options)
+        return
+    try:
+        report = run_report(model, prompt, options, quiet=as_json)
+    finally:
+        leave()
+    if as_json and env.launched_rank() == 0:
         emit(report)
     if check and not all(row["ok"] for row in report["checks"]):
         raise typer.Exit(1)
@@ -174,7 +218,7 @@ def explain(
     m: Annotated[str, typer.Option("--m", metavar="1,16,512", help="Batch sizes (M) to estimate.")] = "1,256",
     dtype: Dtype = "auto",
     tp: Annotated[
-        int, typer.Option("--tp", min=1, metavar="N", help="Shard every layer over this many ranks (tensor parallelism).")
+        int, typer.Option("--tp", min=1, metavar="N", help="Cut the layers over this many ranks (tensor parallelism).")
     ] = 1,
     kernel: KernelName = None,
     backend: Backend = None,
@@ -209,7 +253,7 @@ def tune(
     seconds: Annotated[
         float, typer.Option("--seconds", metavar="S", help="Time limit; what is not reached keeps its estimates.")
     ] = 60.0,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, xpu.")] = "cpu",
+    device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
@@ -218,6 +262,38 @@ def tune(
 
     report = tune_report(model, shape, scheme, parse_batch_sizes(m), seconds, device, dtype, quiet=as_json)
     emit(report) if as_json else show(report)
+
+
+@app.command(epilog="For example: bitline verify MODEL --sample 20 --all-kernels, or bitline verify MODEL --tp 4")
+def verify(
+    model: Model,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    m: Annotated[str, typer.Option("--m", metavar="1,16,256", help="Batch sizes (M) to run each layer at.")] = "1,16,256",
+    kernel: KernelName = None,
+    all_kernels: Annotated[bool, typer.Option("--all-kernels", help="Check every kernel that can run a layer.")] = False,
+    disable: Disable = None,
+    sample: Annotated[
+        int | None, typer.Option("--sample", min=1, metavar="N", help="Only N layers, spread evenly over the file.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="The same seed draws the same sample.")] = 0,
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, metavar="N", help="Check what each of N tensor-parallel ranks would pack.")
+    ] = 1,
+    as_json: Json = False,
+) -> None:
+    """Run every quantized layer of a checkpoint on this machine and compare it with the reference in float64."""
+    if kernel is not None and all_kernels:
+        raise typer.BadParameter("give one of --kernel and --all-kernels", param_hint="--all-kernels")
+    from bitline.cli.options import policy_of
+    from bitline.cli.verify import show, verify_report
+
+    asked = policy_of(kernel, None, False, None, disable)
+    sizes = parse_batch_sizes(m)
+    report = verify_report(model, device, dtype, asked, sizes, all_kernels, sample, seed, tp, quiet=as_json)
+    emit(report) if as_json else show(report)
+    if not report["ok"]:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -230,9 +306,71 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint to another format losslessly, and verify every layer by reading it back."""
-    from bitline.cli.convert import convert_report, show
+    from bitline.cli.convert import convert_report, show, target_of
 
-    report = convert_report(source, result, to, lossy, weights_only, quiet=as_json)
+    report = convert_report(source, result, target_of(to), lossy, weights_only, quiet=as_json)
+    emit(report) if as_json else show(report)
+
+
+@app.command(epilog="For example: bitline quantize MODEL OUT --scheme W4A16 --group-size 128")
+def quantize(
+    source: Annotated[str, typer.Argument(help="An unquantized model: a folder, or a name on the Hugging Face hub.")],
+    result: Annotated[Path, typer.Argument(help="A new folder; with --to gguf, a new .gguf file.")],
+    scheme: Annotated[
+        str, typer.Option("--scheme", metavar="NAME", help="W4A16, W8A16, W8A8, FP8_DYNAMIC, NVFP4A16, …")
+    ] = "W4A16",
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", metavar="N", help="Columns per scale, -1 for one scale per row.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option("--ignore", metavar="REGEX", help="Copy layers whose name has this; may be repeated.")
+    ] = None,
+    to: Annotated[str, typer.Option("--to", help="As in convert.")] = "compressed-tensors",
+    as_json: Json = False,
+) -> None:
+    """Quantize a model by rounding to nearest, without calibration, and verify every layer by reading it back.
+
+    GPTQModel, AutoRound and llm-compressor calibrate with data, which is more accurate at 4 bits and below.
+    """
+    from bitline.cli.convert import quantize_report, show, target_of
+
+    report = quantize_report(source, result, target_of(to), scheme, group_size, ignore or [], quiet=as_json)
+    emit(report) if as_json else show(report)
+
+
+@app.command(
+    epilog="For example: bitline quality MODEL --chunks 20, or bitline quality MODEL --original ORIGINAL --text book.txt"
+)
+def quality(
+    model: Model,
+    original: Annotated[
+        str | None, typer.Option("--original", metavar="MODEL", help="The model that was quantized, to compare with too.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="FILE", help="A text in UTF-8; by default Python's language reference.")
+    ] = None,
+    context: Annotated[
+        int, typer.Option("--context", min=4, metavar="N", help="Tokens of a chunk; its second half is scored.")
+    ] = 512,
+    chunks: Annotated[int | None, typer.Option("--chunks", min=1, metavar="N", help="At most this many chunks.")] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="FILE", help="Keep scores here, and go on from those that are.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kernel: KernelName = None,
+    backend: Backend = None,
+    strict: Strict = False,
+    policy: PolicyFlags = None,
+    disable: Disable = None,
+    as_json: Json = False,
+) -> None:
+    """Measure perplexity, and how far kernels (and quantization, with --original) change a model's predictions."""
+    from bitline.cli.options import policy_of
+    from bitline.cli.quality import quality_report, show, text_of
+
+    asked = policy_of(kernel, backend, strict, policy, disable)
+    report = quality_report(model, original, text_of(text, context, chunks), device, dtype, asked, state, quiet=as_json)
     emit(report) if as_json else show(report)
 
 

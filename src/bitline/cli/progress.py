@@ -12,8 +12,14 @@ from bitline.cli.console import err
 
 
 @contextlib.contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A function of a stage's name, the steps done and all its steps, that shows one bar for each stage."""
+def progress_bars(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A function of a stage's name, the steps done and all its steps, that shows one bar for each stage.
+
+    It shows nothing if quiet, and where stderr is no terminal.
+    """
+    if quiet or not err.is_terminal:
+        yield lambda stage, done, total: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True) as bars:
         tasks: dict[str, Any] = {}

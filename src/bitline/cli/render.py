@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +22,18 @@ class Grid(Table):
     def add_row(self, *cells: RenderableType | None, **options: object) -> None:
         """Add a row; str cells are shown verbatim, Text cells with their style."""
         super().add_row(*(Text(c) if isinstance(c, str) else c for c in cells), **options)  # type: ignore[arg-type]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Wrap the widest columns, one after the other, until the table fits; rich alone would cut them off."""
+        for column in sorted(self.columns, key=lambda c: max(map(cell_len, map(_plain, c.cells)), default=0), reverse=True):
+            if Measurement.get(console, options.update(max_width=1 << 16), self).minimum <= options.max_width:
+                break
+            column.no_wrap = False
+        yield from super().__rich_console__(console, options)
+
+
+def _plain(cell: RenderableType) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
 
 
 def table(*columns: str) -> Grid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from bitline import env
 from bitline.cli.console import err, out
 from bitline.cli.fetch import local_path
 from bitline.cli.options import device_of, dtype_of
 from bitline.cli.render import layer_names, size, table
 from bitline.model.embedding import QuantEmbedding
-from bitline.model.generate import generate
+from bitline.model.generate import Sampling, generate
 from bitline.model.load import load_model
-from bitline.model.plan import PlanRow, plan, quant_linears
+from bitline.model.plan import PlanRow, expert_stacks, plan, quant_linears
 from bitline.model.tokenizer import encode, load_tokenizer
 from bitline.model.transformers_logging import suppress_transformers_logging
 from bitline.model.verify import LayerCheck, check_layers
@@ -27,51 +29,89 @@ from bitline.platform import Platform
 from bitline.select import Policy, short_name
 
 
-def run_report(
-    model: str, prompt: str, max_new_tokens: int, device: str, dtype: str, policy: Policy, chat: bool, check: bool, *,
-    quiet: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Run the model and return the report; print it on the way unless `quiet`."""
-    target, dtype_asked = device_of(device), dtype_of(dtype)
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of the command. threads: of torch, 0 for its own choice. sampling: None for greedy decoding."""
+
+    max_new_tokens: int
+    device: str
+    dtype: str
+    policy: Policy
+    chat: bool = False
+    check: bool = True
+    threads: int = 0
+    sampling: Sampling | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run. seconds: that loading it took."""
+
+    network: Any
+    tokenizer: Any
+    path: Path
+    device: torch.device
+    seconds: float
+
+
+def load(model: str, options: RunOptions) -> Loaded:
+    """Load a model and its tokenizer, with a progress bar."""
+    target, dtype_asked = device_of(options.device), dtype_of(options.dtype)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     path = local_path(model)
+    started = time.perf_counter()
+    network = _load(path, target, dtype_asked, options.policy)
+    return Loaded(network, load_tokenizer(network.bitline_checkpoint), path, target, time.perf_counter() - started)
+
+
+def run_report(model: str, prompt: str, options: RunOptions, *, quiet: bool) -> dict[str, Any]:
+    """Run the model and return the report; print it on the way unless `quiet`, or on a rank other than the first."""
+    quiet = quiet or env.launched_rank() > 0
     with suppress_transformers_logging():
-        started = time.perf_counter()
-        network = _load(path, target, dtype_asked, policy)
-        tokenizer = load_tokenizer(network.bitline_checkpoint)
-        loaded = time.perf_counter() - started
+        loaded = load(model, options)
+        network, tokenizer, target = loaded.network, loaded.tokenizer, loaded.device
         rows = plan(network)
         if not quiet:
-            _show_plan(rows, network, path, target)
-        ids = encode(tokenizer, prompt, chat=chat)
+            show_plan(rows, loaded)
+        ids = encode(tokenizer, prompt, chat=options.chat)
         if not quiet:
-            out.print(f"\n[bold]{escape(prompt)}[/]", end="\n\n" if chat else "", highlight=False, soft_wrap=True)
+            end = "\n\n" if options.chat else ""
+            out.print(f"\n[bold]{escape(prompt)}[/]", end=end, highlight=False, soft_wrap=True)
         warm = _warm_up(network, tokenizer, ids, target)
         generation = generate(
-            network, tokenizer, ids, max_new_tokens=max_new_tokens,
-            on_text=None if quiet else lambda text: out.print(text, end="", markup=False, highlight=False, soft_wrap=True),
+            network, tokenizer, ids, max_new_tokens=options.max_new_tokens, sampling=options.sampling,
+            on_text=None if quiet else print_text,
         )  # fmt: skip
         memory = weight_memory(network)
-        checks = check_layers(network) if check else []
+        checks = check_layers(network) if options.check else []
     if not quiet:
-        _show_figures(generation, memory, loaded, warm, checks)
+        _show_figures(generation, memory, loaded.seconds, warm, checks)
     return {
-        "model": str(path), "device": str(target), "platform": str(Platform.detect(target)), "prompt": prompt,
+        "model": str(loaded.path), "tp": env.launched_ranks(), "device": str(target), "platform": str(Platform.detect(target)),
+        "prompt": prompt,
         "text": generation.text, "prompt_tokens": generation.prompt_tokens, "new_tokens": generation.new_tokens,
-        "load_seconds": loaded, "warm_up_seconds": warm, "first_token_seconds": generation.first_token_seconds,
+        "load_seconds": loaded.seconds, "warm_up_seconds": warm, "first_token_seconds": generation.first_token_seconds,
         "decode_tokens_per_second": generation.decode_tokens_per_second, "memory_bytes": memory,
         "plan": [_plan_dict(r) for r in rows], "checks": [vars(c) | {"ok": c.ok} for c in checks],
     }  # fmt: skip
 
 
+def print_text(text: str) -> None:
+    """Print a part of the model's answer."""
+    out.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+
+
 def _load(path: Path, device: torch.device, dtype: torch.dtype | None, policy: Policy) -> Any:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=env.launched_rank() > 0) as bar:
         task = bar.add_task(f"load {path.name}", total=None)
         return load_model(
             path,
             device=device,
             dtype=dtype,
             policy=policy,
+            tp="auto",
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
 
@@ -88,6 +128,9 @@ def weight_memory(network: Any) -> dict[str, int]:
     for _, module in quant_linears(network):
         held += module.packed_bytes()
         bf16 += 0 if module.source[0] in tied else 2 * module.spec.n * module.spec.k
+    for _, stack in expert_stacks(network):
+        held += stack.packed_bytes()
+        bf16 += 2 * stack.num_experts * stack.spec.n * stack.spec.k
     return {"held": held, "bf16": bf16}
 
 
@@ -103,14 +146,17 @@ def _warm_up(network: Any, tokenizer: Any, ids: torch.Tensor, device: torch.devi
 def _plan_dict(row: PlanRow) -> dict[str, Any]:
     runner = row.choice.runner_up
     return {
-        "layers": len(row.names), "example": row.names[0], "shape": [row.spec.n, row.spec.k], "format": row.format,
+        "layers": len(row.names), "experts": row.experts, "example": row.names[0],
+        "shape": [row.spec.n, row.spec.k], "format": row.format,
         "scheme": row.spec.scheme, "kernel": row.choice.best.name, "packed_bytes": row.packed_bytes,
         "runner_up": runner.name if runner else None, "lost_because": row.choice.lost_because, "degraded": row.choice.degraded,
         "note": row.choice.note,
     }  # fmt: skip
 
 
-def _show_plan(rows: list[PlanRow], network: Any, path: Path, device: torch.device) -> None:
+def show_plan(rows: list[PlanRow], loaded: Loaded) -> None:
+    """Print which kernel runs each kind of layer, and why."""
+    network, path, device = loaded.network, loaded.path, loaded.device
     out.print(f"[bold]{escape(path.name)}[/], activations {str(network.dtype).removeprefix('torch.')}", highlight=False)
     out.print(f"on {Platform.detect(device)}", highlight=False)
     if not rows:
@@ -119,6 +165,7 @@ def _show_plan(rows: list[PlanRow], network: Any, path: Path, device: torch.devi
     grid = table("layers", "N×K", "format", "kernel", "runner-up, and why it lost")
     for row in rows:
         shape, kernel = f"{row.spec.n}×{row.spec.k}", short_name(row.choice.best.name)
+        shape = f"{row.experts} × {shape}" if row.experts else shape
         grid.add_row(layer_names(row.names), shape, row.format, kernel, row.choice.lost_because)
     out.print(grid)
     for row in rows:

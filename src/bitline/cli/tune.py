@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from typing import Any
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from bitline import tuning
 from bitline.checkpoint import Checkpoint, open_checkpoint
-from bitline.cli.console import err, out
+from bitline.cli.console import out
 from bitline.cli.fetch import local_path
 from bitline.cli.options import device_of, dtype_of, policy_of
 from bitline.cli.progress import progress_bars
@@ -45,11 +44,10 @@ def tune_report(
     checkpoint = open_checkpoint(local_path(model)) if model is not None else None
     act_dtype = asked or default_dtype(checkpoint, platform)
     layers = _layers(checkpoint, shape, scheme, act_dtype)
-    bars = contextlib.nullcontext() if quiet or not err.is_terminal else progress_bars()
-    with bars as progress:
+    with progress_bars(quiet=quiet) as progress:
         done = tune(
             {spec: len(names) for spec, names in layers.items()}, target, policy, seconds,
-            progress=None if progress is None else lambda count, total: progress("tune kernels", count, total),
+            progress=lambda count, total: progress("tune kernels", count, total),
         )  # fmt: skip
     return {
         "path": None if checkpoint is None else str(checkpoint.path), "device": str(target), "platform": str(platform),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,15 +120,20 @@ def _measure_rounding(name: str, source: QuantizedWeight, found: _ReadBack, expe
     in_source_order = found.weight if found.row_order is None else found.weight.take_rows(found.row_order.argsort())
     found_digest = digest(in_source_order)
     factors = 1.0 if source.input_multiplier is None or found.weight.spec.input_multiplier else source.input_multiplier.float()
+    error = rounding_error((values, source.dequantize_rows(rows) * factors) for rows, values in found.row_chunks())
+    if found_digest != expected_digest:
+        raise _mismatch(name, "a rounded weight", expected_digest, found_digest)
+    return error
+
+
+def rounding_error(chunks: Iterable[tuple[Tensor, Tensor]]) -> RoundingError:
+    """The error of a rounded weight, from chunks of (rounded values, exact values)."""
     max_error, max_weight, error_squares, weight_squares = 0.0, 0.0, 0.0, 0.0
-    for rows, values in found.row_chunks():
-        exact = source.dequantize_rows(rows) * factors
+    for values, exact in chunks:
         error = (values - exact).double()
         max_error, max_weight = max(max_error, float(error.abs().max())), max(max_weight, float(exact.abs().max()))
         error_squares += float(error.square().sum())
         weight_squares += float(exact.double().square().sum())
-    if found_digest != expected_digest:
-        raise _mismatch(name, "a rounded weight", expected_digest, found_digest)
     return RoundingError(
         max_error / max_weight if max_weight else 0.0, (error_squares / weight_squares) ** 0.5 if weight_squares else 0.0
     )

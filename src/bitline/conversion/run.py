@@ -54,6 +54,13 @@ def convert(
     layer. Errors: InputError for arguments, ConversionError for layers that cannot be represented and for a failed
     verification, CheckpointError for a source that cannot be read.
     """
+    path = new_result(result, to)
+    checkpoint = _open_quantized(source, to)
+    return Conversion(source_model(checkpoint), to, path, lossy, weights_only, shard_bytes, progress).run()
+
+
+def new_result(result: str | os.PathLike[str], to: str) -> Path:
+    """The path of a conversion's result, which must not exist. to: a key of TARGETS. Errors: InputError, ConversionError."""
     if to not in TARGETS:
         raise InputError("unknown format to convert to", found=repr(to), expected=", ".join(TARGETS))
     path = Path(result)
@@ -63,12 +70,7 @@ def convert(
         (check_new_gguf_file if to == "gguf" else check_new_folder)(path)
     except OSError as error:
         raise cannot_write(error, path) from error
-    checkpoint = _open_quantized(source, to)
-    conversion = _Conversion(source_model(checkpoint), to, path, lossy, weights_only, shard_bytes, progress)
-    try:
-        return conversion.run()
-    except OSError as error:
-        raise cannot_write(error, path) from error
+    return path
 
 
 def _open_quantized(source: str | os.PathLike[str], to: str) -> Checkpoint:
@@ -81,7 +83,7 @@ def _open_quantized(source: str | os.PathLike[str], to: str) -> Checkpoint:
     return checkpoint
 
 
-class _Conversion:
+class Conversion:
     """One conversion: plan every layer from its spec, write, verify, publish, report."""
 
     def __init__(
@@ -96,6 +98,13 @@ class _Conversion:
         self.unquantized_bytes = 0
 
     def run(self) -> ConversionReport:
+        """Write and verify; after an error nothing of the result is left."""
+        try:
+            return self._run()
+        except OSError as error:
+            raise cannot_write(error, self.result) from error
+
+    def _run(self) -> ConversionReport:
         self._refuse({name: plan.refused for name, plan in self.plans.items() if plan.refused is not None})
         output = self._open_output()
         try:

@@ -19,6 +19,7 @@ from bitline.formats.base import LayerRecord, TensorInfo, TensorSource
 from bitline.formats.common.ignored_modules import ignored_names
 from bitline.formats.common.module_tensors import ModuleTensors
 from bitline.formats.common.scales import FLOATS
+from bitline.formats.common.slices import COLUMNS, ROWS, Layout, vector_axes
 from bitline.formats.io.json_object import parse_object
 from bitline.formats.quant_config import find_quantization, is_allowed
 from bitline.types import LinearSpec, ScalarType
@@ -60,7 +61,7 @@ class BitsAndBytesReader:
             if state:
                 yield _four_bit_record(source, module, kind, config)
             elif name.endswith(".SCB"):
-                yield _int8_record(source, name.removesuffix(".SCB"))
+                yield _int8_record(ModuleTensors(source, name.removesuffix(".SCB"), "weight"))
             elif name.endswith(".weight.absmax") and name.removesuffix(".weight.absmax") not in modules:
                 raise _missing_state(source.tensors[name])
 
@@ -178,7 +179,7 @@ def _check_scales(m: ModuleTensors, state: _QuantState) -> torch.dtype:
 def _check_table(m: ModuleTensors, kind: str, weight: ScalarType) -> None:
     """quant_map must be the table of its type."""
     table = m.read("weight.quant_map")
-    if not torch.equal(table, torch.tensor(weight.values())):
+    if not torch.equal(table, torch.tensor(weight.values(), dtype=torch.float32)):
         info = m.source.tensors[f"{m.name}.weight.quant_map"]
         found, expected = (", ".join(f"{v:.4g}" for v in values) for values in (table.tolist(), weight.values()))
         raise m.error(info, f"quant_map is not the table of {kind}", found, expected)
@@ -210,25 +211,25 @@ def _repack(stored: Tensor, state: _QuantState) -> Tensor:
 # ---- LLM.int8() ----------------------------------------------------------------------------------------------------------
 
 
-def _int8_record(source: TensorSource, name: str) -> LayerRecord:
+def _int8_record(m: ModuleTensors) -> LayerRecord:
     """LLM.int8(): W = codes * SCB / 127, one scale per row. Its outlier columns are chosen at run time, not stored."""
-    m = ModuleTensors(source, name, "weight")
     n, k = m.matrix("weight", (torch.int8,))
     m.require("SCB", (torch.float32,), ((n,), (n, 1)))
-    layout = m.find("weight_format")
-    if layout is not None:
+    tiling = m.find("weight_format")
+    if tiling is not None:
         m.require("weight_format", (torch.uint8,), ((), (1,)))
         found = int(m.read("weight_format").reshape(()))
         if found != _ROW_MAJOR:
             fix = "save the model again with a bitsandbytes that stores rows"
-            raise m.error(layout, "codes are stored in the tile order of a GPU", f"weight_format {found}", _ROW_MAJOR, fix)
+            raise m.error(tiling, "codes are stored in the tile order of a GPU", f"weight_format {found}", _ROW_MAJOR, fix)
     spec = LinearSpec(n, k, types.int8, (1, k), scale_dtype=torch.float32, bias=m.has_bias(n))
 
     def read_fields() -> dict[str, Tensor]:
         scale = (m.read("SCB").double() / 127).float()  # one rounding, of the scale instead of every weight
         return {"codes": m.read("weight").view(torch.uint8), "scale": scale.reshape(n, 1)}
 
-    return m.record("bitsandbytes int8", spec, read_fields, {"scale": "SCB"})
+    layout: Layout = {"weight": (ROWS, COLUMNS), "SCB": vector_axes(ROWS, m.require("SCB").shape)}
+    return m.record("bitsandbytes int8", spec, read_fields, {"scale": "SCB"}, layout, _int8_record)
 
 
 READER = BitsAndBytesReader()

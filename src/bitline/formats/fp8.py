@@ -21,6 +21,7 @@ from bitline.formats.common.expert_stacks import unstack_experts
 from bitline.formats.common.ignored_modules import IgnoredModules
 from bitline.formats.common.module_tensors import MIN_DIVISOR, ModuleTensors
 from bitline.formats.common.scales import E8M0, FLOATS, SCALAR_SHAPES, grid_of
+from bitline.formats.common.slices import COLUMNS, ROWS, Layout, byte_axis, scale_axes
 from bitline.formats.io.json_object import invalid_config
 from bitline.formats.quant_config import AUTO_ROUND_METHODS, find_quantization, quantization_config
 from bitline.types import ActSpec, LinearSpec
@@ -164,8 +165,7 @@ def _fp8_record(m: ModuleTensors, config: _Config, label: str, file: Path) -> La
         m.scalar(_INPUT_SCALES)
     elif act is not None and (unused := m.find(_INPUT_SCALES)) is not None:
         m.warn(f"{unused.name.rpartition('.')[2]} is not used: the config says that activations are scaled dynamically")
-    for suffix in (*SCALES, *_INPUT_SCALES, "input_scale_ub"):
-        m.find(suffix)
+    m.leave_unused("input_scale_ub", *(() if static else _INPUT_SCALES))  # the limit is the config's
     spec = LinearSpec(n, k, FP8_TYPES[m.codes.dtype], block, scale_dtype=dtype, act=act, bias=m.has_bias(n))
 
     def read_fields() -> dict[str, Tensor | None]:
@@ -175,7 +175,10 @@ def _fp8_record(m: ModuleTensors, config: _Config, label: str, file: Path) -> La
             "input_scale": m.read(_INPUT_SCALES).reshape(()) if static else None,
         }  # fmt: skip
 
-    return m.record(f"{label} {granularity}", spec, read_fields, {"scale": SCALES, "input_scale": _INPUT_SCALES})
+    layout: Layout = {"weight": (ROWS, COLUMNS), SCALES: scale_axes(spec, scale.shape)}
+    again = lambda part: _fp8_record(part, config, label, file)
+    stored_as = {"scale": SCALES, "input_scale": _INPUT_SCALES}
+    return m.record(f"{label} {granularity}", spec, read_fields, stored_as, layout, again)
 
 
 def _scale_block(
@@ -230,12 +233,15 @@ def _fp4_record(m: ModuleTensors, config: _Config, label: str) -> LayerRecord:
     if act is not None and not act.dynamic:
         what = "FP4 experts with static activations are not supported yet"
         raise m.error(m.codes, what, "activation_scheme static", "dynamic")
+    m.leave_unused(*_INPUT_SCALES)
     spec = LinearSpec(n, k, types.float4_e2m1, (1, 32), scale_dtype=torch.float8_e8m0fnu, act=act, bias=m.has_bias(n))
 
     def read_fields() -> dict[str, Tensor]:
         return {"codes": m.read("weight").view(torch.uint8), "scale": m.read(SCALES).view(torch.float8_e8m0fnu)}
 
-    return m.record(f"{label} fp4", spec, read_fields, {"scale": SCALES})
+    layout: Layout = {"weight": (ROWS, byte_axis(4)), SCALES: scale_axes(spec, scale.shape)}
+    again = lambda part: _fp4_record(part, config, label)
+    return m.record(f"{label} fp4", spec, read_fields, {"scale": SCALES}, layout, again)
 
 
 READER = FP8Reader()

@@ -129,8 +129,7 @@ class _HQQModule(ModuleTensors):
             self.warn("groups cross the rows (axis 0): each weight has a scale and an offset of its own, 8 bytes")
         self._check_scales(groups.count)
         spec = LinearSpec(n, k, packing.weight, groups.block, zero="float", bias=self.has_bias(n))
-        for suffix in _UNUSED:
-            self.find(suffix)
+        self.leave_unused(*_UNUSED)
 
         def read_fields() -> dict[str, Tensor]:
             scale, zero = self._read_scales()
@@ -169,6 +168,7 @@ class _HQQModule(ModuleTensors):
         per_tensor = self._is_per_tensor()
         info = self.find("group_size")
         if per_tensor:
+            self.leave_unused("group_size")
             size = n * k
         elif info is not None:
             size = self._integer("group_size")

@@ -12,14 +12,25 @@ import torch
 
 from bitline import types
 from bitline.errors import CheckpointError, WeightError
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_expert_count, in_tensor, missing_codes
+from bitline.formats.base import (
+    LayerRecord,
+    PartReader,
+    Range,
+    TensorInfo,
+    TensorSource,
+    check_expert_count,
+    in_tensor,
+    missing_codes,
+)
 from bitline.formats.common.ignored_modules import ignored_names
 from bitline.formats.common.scales import E8M0, FLOATS
+from bitline.formats.common.slices import part_spec
 from bitline.formats.quant_config import find_quantization, quantization_config
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
+_BLOCK = 32  # columns of a scale
 
 
 class MXFP4Reader:
@@ -77,14 +88,15 @@ class _Stack:
         """One record per expert."""
         experts, n, k_blocks, _ = self.blocks.shape
         spec = LinearSpec(
-            n, 32 * k_blocks, types.float4_e2m1, (1, 32), scale_dtype=torch.float8_e8m0fnu, bias=self.bias is not None
+            n, _BLOCK * k_blocks, types.float4_e2m1, (1, 32), scale_dtype=torch.float8_e8m0fnu, bias=self.bias is not None
         )
         tensors = [self.blocks, self.scales, *([] if self.bias is None else [self.bias])]
         nbytes = sum(info.nbytes for info in tensors) // experts
         for expert in range(experts):
             name = f"{self.name}.{expert}"
             read = _ExpertWeight(self, spec, name, expert)
-            yield LayerRecord(name, "mxfp4 experts", spec, tuple(info.name for info in tensors), read, nbytes)
+            parts = PartReader((1, _BLOCK if k_blocks > 1 else 0), read)
+            yield LayerRecord(name, "mxfp4 experts", spec, tuple(info.name for info in tensors), read, nbytes, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -96,13 +108,17 @@ class _ExpertWeight:
     name: str
     expert: int
 
-    def __call__(self) -> QuantizedWeight:
-        s, spec = self.stack, self.spec
+    def __call__(self, rows: Range | None = None, columns: Range | None = None) -> QuantizedWeight:
+        """The weight, or rows of it and columns of whole blocks."""
+        s, rows, columns = self.stack, rows or (0, self.spec.n), columns or (0, self.spec.k)
+        spec = part_spec(self.spec, rows, columns)
+        of_expert = [(self.expert, self.expert + 1), rows]
+        blocks = (columns[0] // _BLOCK, columns[1] // _BLOCK)
         # A block is 32 successive columns, two to a byte, low nibble first: rows are canonical as they are stored.
-        codes = s.source.read(s.blocks.name)[self.expert].reshape(spec.n, -1)
-        scale = s.source.read(s.scales.name)[self.expert].view(torch.float8_e8m0fnu).reshape(spec.grid)
+        codes = s.source.read_part(s.blocks.name, [*of_expert, blocks, (0, s.blocks.shape[3])]).reshape(spec.n, -1)
+        scale = s.source.read_part(s.scales.name, [*of_expert, blocks]).view(torch.float8_e8m0fnu).reshape(spec.grid)
         try:
-            bias = None if s.bias is None else s.source.read(s.bias.name)[self.expert]
+            bias = None if s.bias is None else s.source.read_part(s.bias.name, of_expert)[0]
             return QuantizedWeight(spec, codes, scale, bias=bias, origin=self.name)
         except WeightError as error:
             raise in_tensor(error, s.blocks, {"scale": s.scales, "bias": s.bias}) from error

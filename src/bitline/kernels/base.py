@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bitline.act_quant import fake_quantize
+from bitline.errors import InputError
+from bitline.expert_gate import ExpertGate
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict
 from bitline.weight import QuantizedWeight
@@ -33,10 +36,13 @@ class Kernel:
         batch_invariant: Whether row i of a batch gives the same bits as the same row alone.
         cuda_graph: Whether a call can be captured into a CUDA graph.
         quantizes_input: Whether it multiplies activation codes by weight codes, and so serves only specs with `act`.
+        takes_quantized_input: Whether it has `apply_quantized`. Other kernels get a quantized input read back to act_dtype.
         emulates: Whether it stands in for hardware or a fast kernel that is missing. On a GPU it ranks after all kernels that do
             not emulate, unless its cost was measured there.
         exact: Whether it computes what the spec says up to rounding. One that does not runs only where it, or its backend, is
             asked for by name.
+        unproven: Whether this version of it has not run on its hardware yet. It runs only where it is asked for by name.
+        experts_unproven: Whether this version of `apply_experts` has not run on a GPU yet: there the loop over experts runs.
         is_fallback: Whether it dequantizes the weight in memory at each call. Running on it unasked counts as degraded if a
             faster kernel of the platform refused the layer.
         requires_bf16_hardware: Whether bfloat16 inputs need a GPU with bfloat16 arithmetic (NVIDIA sm80 and later).
@@ -52,8 +58,11 @@ class Kernel:
     batch_invariant: ClassVar[bool] = False
     cuda_graph: ClassVar[bool] = True
     quantizes_input: ClassVar[bool] = False
+    takes_quantized_input: ClassVar[bool] = False
     emulates: ClassVar[bool] = False
     exact: ClassVar[bool] = True
+    unproven: ClassVar[bool] = False
+    experts_unproven: ClassVar[bool] = False
     is_fallback: ClassVar[bool] = False
     requires_bf16_hardware: ClassVar[bool] = True
     measured: ClassVar[tuple[str, ...]] = ()
@@ -116,6 +125,72 @@ class Kernel:
         raise NotImplementedError
 
     @classmethod
+    def apply_quantized(
+        cls, codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """Run the layer on x = scales * (codes - zero), quantized before the call, with the bits of `apply` of the same codes.
+
+        Args:
+            codes: [M, K], contiguous, float8_e4m3fn or int8 as spec.act says; M is at least 1.
+            scales: float32, contiguous: [M] per token, [1] per tensor, [M, ceil(K / group_size)] per group.
+            zero: Zero points int32 in the scales' shape; None for a symmetric scheme, or where they are 0.
+            packed: The tensors of `pack`, in its order. A static scheme's own scale among them is not used.
+            bias: [N] in spec.act_dtype, or None.
+            spec: The spec of the packed weight.
+
+        Returns:
+            y [M, N] in spec.act_dtype, contiguous.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Tensor], spec: LinearSpec) -> Tensor:
+        """W as the kernel multiplies it, for gradients with respect to x. By default it is read with products of unit rows, which
+        takes the time of a call of M = K.
+
+        Args:
+            packed: The tensors of `pack`, in its order.
+            spec: The spec of the packed weight, without bias.
+
+        Returns:
+            [N, K] in spec.act_dtype, columns in the order of x.
+
+        Raises:
+            InputError: Where unit rows do not survive the scheme's activation quantization.
+        """
+        return unit_row_products(cls, packed, spec)
+
+    @classmethod
+    def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
+        """Whether it has `apply_experts` for experts of these specs; both are ones that `can_implement` accepts."""
+        return False
+
+    @classmethod
+    def apply_experts(
+        cls, x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
+        down_bias: Tensor | None, up_spec: LinearSpec, down_spec: LinearSpec, gate: ExpertGate,
+    ) -> Tensor:  # fmt: skip
+        """Run all experts of a mixture-of-experts layer: y[t] = sum over j of weights[t, j] * down(gate(up(x[t]))) of expert
+        index[t, j].
+
+        Args:
+            x: [T, K], contiguous, in up_spec.act_dtype; T is at least 1.
+            index: [T, k], int64 or int32, any strides. E stands for no expert. Other numbers outside 0..E - 1 are an InputError
+                where they are known without synchronizing with a GPU, else they stand for no expert.
+            weights: [T, k], any floating dtype and strides.
+            up, down: The tensors of `pack` in its order, each stacked: [E, ...] with contiguous experts that start at multiples
+                of 256 bytes.
+            up_bias, down_bias: [E, N] in act_dtype, or None.
+            up_spec, down_spec: The spec of one expert's layer.
+            gate: What is computed between them, float32 or rounded to act_dtype; its result is rounded to act_dtype.
+
+        Returns:
+            y [T, N] in act_dtype: each expert's result rounded to act_dtype or not, weighted and added in float32 in the order of
+            j. The same bits for a token whatever the other tokens are, where the kernel is `batch_invariant`.
+        """
+        raise NotImplementedError
+
+    @classmethod
     def direct(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> tuple[Any, tuple[Any, ...]] | None:
         """A torch operator of the kernel's own that a layer calls instead of Bitline's, also when it is traced or compiled.
 
@@ -167,6 +242,33 @@ class Kernel:
     def packed_bytes(cls, spec: LinearSpec) -> int:
         """Bytes of the packed tensors; an estimate, as `cost` assumes them."""
         return spec.weight_bytes()
+
+
+def unit_row_products(kernel: type[Kernel], packed: Sequence[Tensor], spec: LinearSpec) -> Tensor:
+    """W [N, K] in spec.act_dtype: row k of the unit matrix gives column k. See `Kernel.unpack`."""
+    device, act = packed[0].device, spec.act
+    w = torch.empty(spec.n, spec.k, dtype=spec.act_dtype, device=device)
+    one = torch.ones((), device=device)  # what is left of a 1 in x
+    if act is not None and not kernel.takes_quantized_input and (not act.dynamic or act.scale == "e4m3"):
+        raise InputError(f"{kernel.__name__} has no gradient of a layer with such quantized activations", found=spec.scheme,
+                         expected="dynamic float or E8M0 scales", fix='kernel="ReferenceLinearKernel"')  # fmt: skip
+    if act is not None and not kernel.takes_quantized_input:
+        one = fake_quantize(torch.eye(1, spec.k, device=device), act, None, None)[0, 0]
+    for start in range(0, spec.k, _UNIT_ROWS):
+        rows = min(_UNIT_ROWS, spec.k - start)
+        x = torch.zeros(rows, spec.k, dtype=spec.act_dtype, device=device)
+        x.diagonal(start).fill_(1.0)
+        if act is not None and kernel.takes_quantized_input:
+            shape = {"token": (rows,), "tensor": (1,), "group": (rows, -(-spec.k // max(act.group_size, 1)))}[act.granularity]
+            codes = x.to(torch.int8 if act.dtype.kind == "int" else torch.float8_e4m3fn)
+            y = kernel.apply_quantized(codes, torch.ones(shape, device=device), None, packed, None, spec)
+        else:
+            y = kernel.apply(x, packed, None, spec)
+        w[:, start : start + rows] = (y.float() / one).t()
+    return w
+
+
+_UNIT_ROWS = 256  # of a call
 
 
 def matmul_rate(spec: LinearSpec, platform: Platform) -> float:

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline.act_quant import exact_div, mx_exponent, round_to
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.platform import Platform
+from bitline.quantized_input import pad_codes
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
@@ -117,6 +119,7 @@ class MicroscaledKernel(Kernel):
     """
 
     quantizes_input = True
+    takes_quantized_input = True  # MXFP8; a QuantizedInput holds no FP4
     act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     fmt: ClassVar[MicroscaledFormat]
     pad_n: ClassVar[int] = 32
@@ -130,6 +133,7 @@ class MicroscaledKernel(Kernel):
         return matches_format(spec, cls.fmt)
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes uint8 [N', K' / codes_per_byte]; scale uint8, swizzled; alpha float32 [1], the accumulators' factor; and
         global_scale float32 [1], the activation scales' factor (empty for MX)."""
@@ -147,14 +151,33 @@ class MicroscaledKernel(Kernel):
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """See Kernel.apply."""
-        codes, scale, alpha, global_scale = packed
+        codes, global_scale = packed[0], packed[3]
         m, k = x.shape[0], codes.shape[1] * cls.fmt.codes_per_byte
         if m == 0:
             return x.new_empty(0, spec.n)
         padded = pad(x, (0, k - spec.k, 0, -m % cls.pad_m))
         a, a_scale = quantize_microscaled(padded, cls.fmt, global_scale if global_scale.numel() else None)
-        y = cls._gemm(a, swizzle_scales(a_scale), codes, scale, alpha, x.dtype)[:m, : spec.n]
-        return y.contiguous().to(x.dtype) if bias is None else (y + bias).to(x.dtype)
+        return cls._multiply(a, a_scale, m, packed, bias, spec)
+
+    @classmethod
+    def apply_quantized(
+        cls, codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See Kernel.apply_quantized."""
+        m, k = codes.shape[0], packed[0].shape[1]
+        rows, groups = m + -m % cls.pad_m, k // cls.fmt.sf_vec_size
+        a_scale = (scales.view(torch.int32) >> 23).to(torch.uint8)  # 2**-127 is subnormal in float32: E8M0's 0 too
+        a_scale = pad(a_scale, (0, groups - a_scale.shape[1], 0, rows - m), value=127)
+        return cls._multiply(pad_codes(codes, rows, k), a_scale, m, packed, bias, spec)
+
+    @classmethod
+    def _multiply(
+        cls, a: Tensor, a_scale: Tensor, m: int, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """Codes and scales as `quantize_microscaled` gives them times the packed weight: [M, N]."""
+        codes, scale, alpha, _global_scale = packed
+        y = cls._gemm(a, swizzle_scales(a_scale), codes, scale, alpha, spec.act_dtype)[:m, : spec.n]
+        return (y if bias is None else y + bias).to(spec.act_dtype).contiguous()
 
     @classmethod
     def _pack_operand(cls, codes: Tensor, scale: Tensor) -> Packed:

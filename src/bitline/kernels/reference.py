@@ -11,9 +11,11 @@ from torch.nn.functional import linear, pad
 
 from bitline import bitstream
 from bitline.act_quant import fake_quantize
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, matmul_rate, roofline
 from bitline.kernels.cpu import costs as cpu_costs
 from bitline.platform import Platform, cpu_features
+from bitline.quantized_input import QuantizedInput
 from bitline.types import YES, LinearSpec, Verdict
 from bitline.weight import QuantizedWeight
 
@@ -32,6 +34,7 @@ class ReferenceLinearKernel(Kernel):
     is_fallback = True
     requires_bf16_hardware = False  # torch converts bfloat16 to float32 on GPUs without it
     cuda_graph = False
+    takes_quantized_input = True
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
@@ -39,6 +42,7 @@ class ReferenceLinearKernel(Kernel):
         return YES
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """The canonical tensors, cloned: a weight read from a checkpoint is a view of a file, which may change."""
         present = {name: tensor.clone() for name, tensor in weight.tensors().items()}
@@ -50,6 +54,25 @@ class ReferenceLinearKernel(Kernel):
         weight = rebuild(packed, spec)
         if spec.act is not None:
             x = fake_quantize(x, spec.act, weight.input_scale, weight.input_zero).to(spec.act_dtype)
+        return cls._matmul(x, weight, bias, spec)
+
+    @classmethod
+    def apply_quantized(
+        cls, codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See Kernel.apply_quantized."""
+        assert spec.act is not None
+        x = QuantizedInput(codes, scales, zero).dequantize(spec.act, spec.act_dtype)
+        return cls._matmul(x, rebuild(packed, spec), bias, spec)
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Tensor], spec: LinearSpec) -> Tensor:
+        """See Kernel.unpack."""
+        return rebuild(packed, spec).dequantize(spec.act_dtype)
+
+    @classmethod
+    def _matmul(cls, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """x [M, K], fake-quantized, times the weight: y [M, N]."""
         y = x.new_empty(x.shape[0], spec.n)
         matmul_dtype = torch.float32 if _fp16_matmul_is_slow(x) else x.dtype
         inputs = x.to(matmul_dtype)
@@ -91,12 +114,9 @@ class BatchInvariantLinearKernel(ReferenceLinearKernel):
     batch_invariant = True
 
     @classmethod
-    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """See Kernel.apply."""
+    def _matmul(cls, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """As the reference's."""
         m = x.shape[0]
-        weight = rebuild(packed, spec)
-        if spec.act is not None:
-            x = fake_quantize(x, spec.act, weight.input_scale, weight.input_zero).to(spec.act_dtype)
         inputs = pad(x, (0, 0, 0, -m % _BLOCK_M)).view(-1, _BLOCK_M, spec.k)
         y = x.new_empty(inputs.shape[0], _BLOCK_M, spec.n)
         for rows in _row_chunks(spec):

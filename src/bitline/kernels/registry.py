@@ -28,10 +28,12 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "bitline.kernels.triton.minifloat": ("TritonMinifloatLinearKernel",),
     "bitline.kernels.hopper.linear": ("GluonHopperLinearKernel",),
     "bitline.kernels.hopper.scaled_linear": ("GluonHopperScaledMMLinearKernel",),
+    "bitline.kernels.hopper.w4a8_linear": ("GluonHopperW4A8LinearKernel",),
     "bitline.kernels.triton_fake_quant": ("TritonFakeQuantLinearKernel",),
     "bitline.kernels.triton.scaled_mm": ("TritonInt8ScaledMMLinearKernel", "TritonFp8BlockScaledMMKernel"),
     "bitline.kernels.torch.fp8": (
         "PerTensorTorchFP8ScaledMMLinearKernel",
+        "ROCmFP8ScaledMMLinearKernel",
         "RowWiseTorchFP8ScaledMMLinearKernel",
         "ChannelWiseTorchFP8ScaledMMLinearKernel",
     ),
@@ -40,8 +42,9 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "CutlassInt8ScaledMMLinearKernel",
         "CutlassFP8ScaledMMLinearKernel",
         "CutlassFp8BlockScaledMMKernel",
+        "CutlassW4A8LinearKernel",
     ),
-    "bitline.kernels.torch.microscaled": ("CutlassNvFp4LinearKernel", "TorchMxfp8LinearKernel"),
+    "bitline.kernels.torch.microscaled": ("CutlassNvFp4LinearKernel", "TorchNvFp4LinearKernel", "TorchMxfp8LinearKernel"),
     "bitline.kernels.providers.flashinfer": (
         "FlashInferCutlassNvFp4LinearKernel",
         "FlashInferTrtllmNvFp4LinearKernel",
@@ -56,6 +59,14 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "MarlinMxfp8LinearKernel",
         "MarlinFP8ScaledMMLinearKernel",
     ),
+    "bitline.kernels.aliases.wna16": (
+        "MarlinLinearKernel",
+        "MacheteLinearKernel",
+        "ExllamaLinearKernel",
+        "ConchLinearKernel",
+        "RDNAHybridW4A16LinearKernel",
+    ),
+    "bitline.kernels.aliases.cpu": ("CPUInt8ScaledMMLinearKernel",),
     "bitline.kernels.aliases.rdna3": ("RDNA3W4A16LinearKernel",),
     "bitline.kernels.providers.deep_gemm": (
         "DeepGemmFp8BlockScaledMMKernel",

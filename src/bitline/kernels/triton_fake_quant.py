@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from bitline.act_quant import fake_quantize
+from bitline.host import without_default_device
 from bitline.kernels import weight_only
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.triton.launch import interpreted
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.platform import Platform
+from bitline.quantized_input import QuantizedInput
 from bitline.types import ActSpec, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
@@ -121,6 +123,7 @@ class TritonFakeQuantLinearKernel(Kernel):
     platforms = ("cuda", "rocm", "xpu", "cpu")
     backend = "triton"
     quantizes_input = True
+    takes_quantized_input = True
     emulates = True
     measured = ("sm90",)
 
@@ -137,6 +140,7 @@ class TritonFakeQuantLinearKernel(Kernel):
         return weight_only.can_implement(_weight_only_spec(spec))
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """The weight-only kernel's tensors, then input_scale float32 [1] and input_zero int32 [1], or empty."""
         spec, absent = _weight_only_spec(weight.spec), torch.empty(0, device=weight.device)
@@ -154,10 +158,22 @@ class TritonFakeQuantLinearKernel(Kernel):
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        *weight, scale, zero = packed
+        scale, zero = packed[-2:]
+        return cls._weight_only(fake_quantize_fused(x, spec.act, scale, zero), packed, bias, spec)
+
+    @classmethod
+    def apply_quantized(
+        cls, codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See Kernel.apply_quantized."""
+        assert spec.act is not None
+        return cls._weight_only(QuantizedInput(codes, scales, zero).dequantize(spec.act, spec.act_dtype), packed, bias, spec)
+
+    @classmethod
+    def _weight_only(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """x [M, K], fake-quantized, times the weight."""
         weight_spec = _weight_only_spec(spec)
-        kernel = weight_only.kernel_for_device(weight_spec, x.device)
-        return kernel.apply(fake_quantize_fused(x, spec.act, scale, zero), weight, bias, weight_spec)
+        return weight_only.kernel_for_device(weight_spec, x.device).apply(x, packed[:-2], bias, weight_spec)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:

@@ -74,6 +74,19 @@ def install_kv_cache(model: Any, cache: Any) -> None:
         cache.layers = [kv_cache_layer_class()() if type(layer) is DynamicLayer else layer for layer in cache.layers]
 
 
+def _replace_empty_cache_layer(layer: Any, x: Tensor, cache: Any) -> None:
+    """Give the layer of a DynamicCache that nothing is in yet, for one sequence, the buffers that native steps append to."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    if type(cache) is not DynamicCache or x.shape[0] != 1 or layer.training or not _is_plain_input(x):
+        return
+    layers, index = cache.layers, getattr(layer._modules.get("self_attn"), "layer_idx", None)
+    if index is None or index >= len(layers) or getattr(cache, "offloading", False):
+        return
+    if type(layers[index]) is DynamicLayer and not layers[index].is_initialized:
+        layers[index] = kv_cache_layer_class()()
+
+
 # ---- which modules are known ---------------------------------------------------------------------------------------------
 
 
@@ -204,7 +217,12 @@ def _decoder_layer_forward(
     self: Any, hidden_states: Tensor, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
     use_cache: Any = False, position_embeddings: Any = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """One token through a decoder layer; its key and value are appended to a KV cache of `install_kv_cache`."""
+    """One token through a decoder layer; its key and value are appended to a KV cache of `install_kv_cache`.
+
+    An empty DynamicCache, as transformers' own `generate` makes it, gets such layers with the prompt.
+    """
+    if past_key_values is not None:
+        _replace_empty_cache_layer(self, hidden_states, past_key_values)
     if attention_mask is None and past_key_values is not None and position_embeddings is not None and not kwargs:
         y = _decode_layer(self, hidden_states, position_embeddings, past_key_values)
         if y is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitline.errors import InputError, WeightError
 from bitline.kernels.reference import ReferenceLinearKernel, rebuild
+from bitline.packed_module import PackedModule
 from bitline.types import DTYPES, LinearSpec, dtype_name
+from bitline.version import __version__
 from bitline.weight import QuantizedWeight
 
 _LIBRARY = torch.library.Library("bitline", "FRAGMENT")
@@ -33,7 +35,7 @@ torch.library.register_fake("bitline::embedding", _embedding_fake, lib=_LIBRARY)
 OP = torch.ops.bitline.embedding.default
 
 
-class QuantEmbedding(nn.Module):
+class QuantEmbedding(PackedModule):
     """y[..., :] = W[ids] with a quantized W [N, K].
 
     ids: int64 or int32 of any shape; on a CPU an id out of range is an InputError. y: `dtype`. Keeps the canonical weight,
@@ -52,11 +54,15 @@ class QuantEmbedding(nn.Module):
         packed = ReferenceLinearKernel.pack(weight)
         self._names = tuple(packed)
         for name, tensor in packed.items():
-            self.register_buffer(name, tensor, persistent=False)
+            self.register_buffer(name, tensor)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., K]."""
         return OP(ids, [self.get_buffer(name) for name in self._names], self.spec.key, dtype_name(self.dtype))
+
+    def packed_identity(self) -> str:
+        """See PackedModule."""
+        return f"ReferenceLinearKernel {self.spec.key} as a table, bitline {__version__}"
 
     def packed_bytes(self) -> int:
         """Bytes of the quantized table."""

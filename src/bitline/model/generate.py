@@ -1,4 +1,4 @@
-"""Greedy text generation from a loaded model, streamed, with time to first token and decode throughput."""
+"""Text generation from a loaded model, greedy or sampled, streamed, with time to first token and decode throughput."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ class Generation:
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. The same seed draws the same tokens, on every rank of tensor parallelism.
+
+    temperature: divides the logits. top_k: only that many of the likeliest tokens; 0 allows all. top_p: only the likeliest
+    tokens whose probabilities add up to this.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
 def generate(
     model: Any,
     tokenizer: Any,
@@ -39,8 +53,9 @@ def generate(
     max_new_tokens: int = 128,
     on_text: Callable[[str], None] | None = None,
     stop: bool = True,
+    sampling: Sampling | None = None,
 ) -> Generation:
-    """Greedy decoding of token ids int64 [1, T].
+    """The continuation of token ids int64 [1, T], greedy unless `sampling` says how to draw tokens.
 
     tokenizer: as `tokenizer.load_tokenizer` returns it. on_text: called with each chunk of text as soon as it is final. stop:
     end at an EOS token; False always generates max_new_tokens. Errors: InputError for a prompt that does not fit the context
@@ -56,13 +71,13 @@ def generate(
     ids = ids.to(device)
     started = time.perf_counter()
     with torch.inference_mode():
-        if _is_plain_greedy(model):
+        if sampling is None and _is_plain_greedy(model):
             new = _greedy(model, ids, max_new_tokens, _eos_tokens(model), streamer, stop)
         else:
             min_length = {} if stop else {"min_new_tokens": max_new_tokens}
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer,
-                temperature=None, top_p=None, top_k=None, pad_token_id=_pad_token(model, tokenizer),
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, streamer=streamer,
+                **_sampling_options(sampling), pad_token_id=_pad_token(model, tokenizer),
                 logits_processor=[_FiniteLogits(model)], **min_length,
             )  # fmt: skip
             new = out[0, ids.shape[1] :].tolist()
@@ -72,6 +87,14 @@ def generate(
         tokenizer.decode(new, skip_special_tokens=True), ids.shape[1], len(new),
         times[0] - started if times else 0.0, rate, tuple(new),
     )  # fmt: skip
+
+
+def _sampling_options(sampling: Sampling | None) -> dict[str, Any]:
+    """Arguments of `model.generate`, after setting the seed."""
+    if sampling is None:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    torch.manual_seed(sampling.seed)
+    return {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
 
 
 # Generation config options that do not change greedy decoding to a given length.

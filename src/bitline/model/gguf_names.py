@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bitline.checkpoint import Checkpoint
 from bitline.errors import CheckpointError
+from bitline.model.expert_names import ExpertPlace, gguf_place, stacks_of
 from bitline.weight import QuantizedWeight
 
 
@@ -24,22 +25,18 @@ class GGUFNameMap:
         architecture = str(checkpoint.metadata.get("general.architecture", ""))
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
         self._names = _model_names(model, architecture, checkpoint)
+        self._stacks = stacks_of(model.state_dict())
+
+    def expert_place(self, name: str, *, layer: bool) -> ExpertPlace | None:
+        """By llama.cpp's names of stacked experts."""
+        return gguf_place(name if layer else name.removesuffix(".weight"), self._stacks)
 
     def parameter_name(self, name: str) -> str | None:
         """The model's name of a tensor, None where the model has no such parameter."""
         return self._names.get(name)
 
     def module_name(self, name: str) -> str:
-        """The model's name of a quantized layer's module. One expert of a stack is a CheckpointError: transformers has no
-        linear layer for it.
-        """
-        stack = f"{name.rpartition('.')[0]}.weight"
-        if len(self._checkpoint.source.ggml.get(stack, ("", ()))[1]) == 3:  # type: ignore[attr-defined]
-            raise CheckpointError(
-                "the model has no linear layers for stacked quantized experts", file=self._checkpoint.source.tensors[stack].file,
-                tensor=stack, found=f"{name}, one expert of a stack", expected="linear layers of transformers",
-                fix="load_model does not support stacked experts yet; inspect, explain and dequantize do",
-            )  # fmt: skip
+        """The model's name of a quantized layer's module."""
         return self._names.get(f"{name}.weight", name).removesuffix(".weight")
 
     def convert_tensor(self, name: str, tensor: Tensor) -> Tensor:
@@ -48,7 +45,11 @@ class GGUFNameMap:
 
     def permute_rows(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
         """A quantized weight with its rows in the model's order. Whole rows are moved; nothing is dequantized."""
-        n = weight.spec.n
+        order = self.row_order(name, weight.spec.n)
+        return weight if order is None else weight.take_rows(order)
+
+    def row_order(self, name: str, n: int) -> Tensor | None:
+        """The row in the file of each of the model's n rows, int64 [n]; None where they are the same."""
         # Applied to a column of row indices, the processor yields the permutation that it would apply to the weight.
         probe = np.arange(n, dtype=np.int64).reshape(n, 1)
         permuted = self._process(f"{name}.weight", probe)
@@ -58,8 +59,7 @@ class GGUFNameMap:
                 found=type(self._processor).__name__, expected="a permutation of rows",
                 fix="quantized GGUF files of this architecture are not supported yet",
             )  # fmt: skip
-        index = torch.from_numpy(permuted[:, 0].copy())
-        return weight if torch.equal(index, torch.arange(n)) else weight.take_rows(index)
+        return None if np.array_equal(permuted, probe) else torch.from_numpy(permuted[:, 0].copy())
 
     def _process(self, name: str, weights: Any) -> Any:
         """A tensor after transformers' tensor processor. A shape that the processor cannot take is a CheckpointError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class KVCacheBuffers:
     """
 
     is_sliding = False
+    is_croppable = True
 
     def __init__(self) -> None:
         self.buffers: tuple[Any, Any] | None = None  # keys, values
@@ -90,6 +92,28 @@ class KVCacheBuffers:
     def reset(self) -> None:
         """Free the buffers."""
         self.buffers, self.length = None, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove positions."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, not {tokens_to_remove}")  # as DynamicLayer does
+        self.length = max(0, self.length + tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        self._replace(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences."""
+        self._replace(lambda states: states[indices])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequences in the order of a beam search."""
+        self._replace(lambda states: states.index_select(0, beam_idx.to(states.device)))
+
+    def _replace(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.buffers is not None:
+            self.buffers = function(self.buffers[0]), function(self.buffers[1])
 
 
 def _with_capacity(states: Tensor, capacity: int) -> Tensor:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import array
+import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from bitline.checkpoint import Checkpoint
-from bitline.errors import BitlineError, CheckpointError, summary_of
-from bitline.linear import QuantLinear
-from bitline.model.embedding import QuantEmbedding
+from bitline.errors import BitlineError, CheckpointError, InputError, summary_of
 from bitline.model.gguf_metadata import use_parsed_header
 from bitline.platform import Platform
 
@@ -38,7 +37,15 @@ def default_dtype(checkpoint: Checkpoint | None, platform: Platform) -> torch.dt
     return torch.float16 if named == "float16" else torch.bfloat16
 
 
-def _import_transformers() -> Any:
+def floating_dtype(dtype: Any) -> torch.dtype:
+    """A floating-point dtype itself; anything else is an InputError."""
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError("a model's dtype is a floating-point torch.dtype", found=repr(dtype), expected="torch.bfloat16, say")
+    return dtype
+
+
+def import_transformers() -> Any:
+    """The transformers package; a BitlineError where it is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -84,7 +91,7 @@ def _config_numbers(settings: Any) -> Iterator[tuple[str, int | float]]:
 
 def make_config(checkpoint: Checkpoint) -> Any:
     """transformers' configuration of a checkpoint. Any exception that transformers raises becomes a CheckpointError."""
-    transformers = _import_transformers()
+    transformers = import_transformers()
     path = checkpoint.path
     try:
         if checkpoint.is_gguf:
@@ -99,6 +106,8 @@ def make_config(checkpoint: Checkpoint) -> Any:
             found=summary_of(error),
             expected="a config.json, or GGUF metadata, of an architecture that transformers has",
         ) from error  # fmt: skip
+    if checkpoint.is_gguf:
+        set_expert_widths(config, checkpoint)
     for name in ("quantization_config", "compression_config"):
         if hasattr(config, name):  # else transformers would apply its own quantizer
             delattr(config, name)
@@ -106,18 +115,69 @@ def make_config(checkpoint: Checkpoint) -> Any:
     return config
 
 
+def set_expert_widths(config: Any, checkpoint: Checkpoint) -> None:
+    """Experts' widths of a GGUF header, which transformers leaves at its defaults."""
+    architecture = checkpoint.metadata.get("general.architecture", "")
+    for key, name in (("expert", "moe_intermediate_size"), ("expert_shared", "shared_expert_intermediate_size")):
+        width = checkpoint.metadata.get(f"{architecture}.{key}_feed_forward_length")
+        if isinstance(width, int) and width > 0 and hasattr(config, name):
+            setattr(config, name, width)
+
+
 def make_meta_model(config: Any, dtype: torch.dtype, checkpoint: Checkpoint) -> Any:
-    """The causal language model of a configuration, every parameter on the meta device."""
-    transformers = _import_transformers()
+    """The model of a configuration, every parameter on the meta device: its causal language model, else what the
+    configuration's `architectures` names (an encoder, an encoder with a decoder, a model of images and text).
+    """
+    transformers = import_transformers()
     try:
         with torch.device("meta"):
-            # By default trust_remote_code prompts on the terminal whether to run the checkpoint's code.
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            named = _named_class(config)
+            if named is not None:
+                model = named._from_config(config, dtype=dtype)
+            else:
+                # By default trust_remote_code prompts on the terminal whether to run the checkpoint's code.
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # see make_config
         raise CheckpointError(
-            "transformers has no causal language model for this configuration", file=checkpoint.path,
+            "transformers has no model for this configuration", file=checkpoint.path,
             found=f"model_type {getattr(config, 'model_type', None)!r}: {type(error).__name__}: {error}",
         ) from error  # fmt: skip
+    keep_in_float32(model, dtype)
+    return model
+
+
+_GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # how classes that are causal language models end
+
+
+def _named_class(config: Any) -> Any:
+    """The class that `architectures` names, None where the causal language model of the configuration is to be taken."""
+    transformers = import_transformers()
+    name = (getattr(config, "architectures", None) or [""])[0]
+    found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
+        return None
+    has_causal_model = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if has_causal_model and not getattr(config, "is_encoder_decoder", False) and name.endswith(_GENERATIVE):
+        return None
+    model_class: Any = found
+    return model_class if isinstance(config, model_class.config_class) else None
+
+
+def keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Give the parameters and buffers that a class wants in float32 whatever the model's dtype that dtype, on the meta device.
+
+    transformers' `from_pretrained` does the same (a router's correction bias, say); `from_config` does not.
+    """
+    patterns = [name for name, kept in model._get_dtype_plan(dtype).items() if kept == torch.float32]
+    if not patterns:
+        return
+    kept = re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in patterns))
+    for name, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta and tensor.is_floating_point() and kept.search(f"{name}.{leaf}"):
+                    cast = tensor.detach().to(torch.float32)
+                    tensors[leaf] = torch.nn.Parameter(cast) if tensors is module._parameters else cast
 
 
 def set_generation_config(model: Any, checkpoint: Checkpoint) -> None:
@@ -125,15 +185,18 @@ def set_generation_config(model: Any, checkpoint: Checkpoint) -> None:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if not checkpoint.is_gguf and (folder / "generation_config.json").is_file():
         try:
-            model.generation_config = _import_transformers().GenerationConfig.from_pretrained(folder)
+            model.generation_config = import_transformers().GenerationConfig.from_pretrained(folder)
         except Exception as error:  # see make_config
             raise CheckpointError(
                 "generation_config.json cannot be read", file=folder, found=f"{type(error).__name__}: {error}"
             ) from error
 
 
-def materialize_buffers(model: Any, device: torch.device, checkpoint: Checkpoint) -> None:
-    """Allocate buffers still on the meta device (rotary frequencies) and let the model's own initialization compute them."""
+def materialize_buffers(model: Any, device_of: Callable[[str], torch.device], checkpoint: Checkpoint) -> None:
+    """Allocate buffers still on the meta device (rotary frequencies) and let the model's own initialization compute them.
+
+    A parameter whose `_is_hf_initialized` is False gets transformers' initialization too.
+    """
     on_meta = defaultdict(list)
     for name, buffer in model.named_buffers():
         if buffer.device.type == "meta":
@@ -148,11 +211,14 @@ def materialize_buffers(model: Any, device: torch.device, checkpoint: Checkpoint
     for owner, leaves in on_meta.items():
         module = model.get_submodule(owner)
         for leaf in leaves:
-            module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device)
+            module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device_of(owner))
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True
-    for module in model.modules():
-        if isinstance(module, QuantLinear | QuantEmbedding):
+        parameter._is_hf_initialized = getattr(parameter, "_is_hf_initialized", True)
+    new = [n.rpartition(".")[0] for n, parameter in model.named_parameters() if not parameter._is_hf_initialized]
+    owners = [f"{owner}." for owner in (*on_meta, *new)]
+    for name, module in model.named_modules():
+        # The initialization of a loaded module may reach into packed layers below it.
+        if name and not any(owner.startswith(f"{name}.") for owner in owners):
             module.__dict__["_is_hf_initialized"] = True
-    if on_meta:
+    if on_meta or not all(parameter._is_hf_initialized for parameter in model.parameters()):
         model.initialize_weights()

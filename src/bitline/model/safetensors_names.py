@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bitline.errors import CheckpointError
+from bitline.model.expert_names import ExpertPlace, place_in_stack, place_of_converted, stacks_of
 from bitline.weight import QuantizedWeight
 
 
@@ -22,12 +23,20 @@ class NameMap(Protocol):
         """The model's name of a quantized layer's module."""
         ...
 
+    def expert_place(self, name: str, *, layer: bool) -> ExpertPlace | None:
+        """Where an expert's matrix belongs, None for any other. layer: the name is a quantized layer's, not a tensor's."""
+        ...
+
     def convert_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """An unquantized tensor as the model stores it."""
         ...
 
     def permute_rows(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
         """A quantized weight with its rows in the model's order."""
+        ...
+
+    def row_order(self, name: str, n: int) -> Tensor | None:
+        """The row in the file of each of the model's n rows, int64 [n]; None where they are the same."""
         ...
 
 
@@ -42,6 +51,25 @@ class SafetensorsNameMap:
         self._renamings = [r for r in rules if isinstance(r, WeightRenaming)]
         self._converters = [r for r in rules if isinstance(r, WeightConverter)]
         self._prefix, self._state_dict, self._path = model.base_model_prefix, model.state_dict(), path
+        self._stacks = stacks_of(self._state_dict)
+
+    def expert_place(self, name: str, *, layer: bool) -> ExpertPlace | None:
+        """By the converter that fuses the tensor, or by the name of a stack that the reader took apart."""
+        from transformers.core_model_loading import rename_source_key
+
+        if not self._stacks:
+            return None
+        rules = (self._renamings, self._converters, self._prefix, self._state_dict)
+        target, pattern = rename_source_key(f"{name}.weight" if layer else name, *rules)
+        if pattern is not None:
+            patterns = next(list(c.source_patterns) for c in self._converters if pattern in c.source_patterns)
+            found = place_of_converted(target, f"{name}.weight" if layer else name, pattern, patterns, self._stacks)
+            if found:
+                return found
+        stem, _, number = name.rpartition(".")
+        if layer and number.isdecimal():
+            return place_in_stack(rename_source_key(stem, *rules)[0], int(number), self._stacks)
+        return None
 
     def parameter_name(self, name: str) -> str | None:
         """The model's name of a tensor; one that transformers would fuse with others is a CheckpointError."""
@@ -51,8 +79,7 @@ class SafetensorsNameMap:
         if pattern is not None and target != name:
             raise CheckpointError(
                 "transformers fuses this tensor with others for this architecture", file=self._path, tensor=name,
-                found=f"becomes {target}", expected="a tensor that keeps its shape",
-                fix="models with fused experts are not supported yet",
+                found=f"becomes {target}", expected="a tensor that keeps its shape, or an expert's matrix",
             )  # fmt: skip
         return target
 
@@ -67,3 +94,7 @@ class SafetensorsNameMap:
     def permute_rows(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
         """The weight itself."""
         return weight
+
+    def row_order(self, name: str, n: int) -> Tensor | None:
+        """None: rows are in the model's order."""
+        return None

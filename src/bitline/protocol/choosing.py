@@ -17,7 +17,7 @@ from bitline.protocol import config as configs
 from bitline.protocol.adapter import protocol_class
 from bitline.protocol.foreign_kernel import wrap_foreign_kernel
 from bitline.protocol.layer_kernel import FAMILIES, LinearKernel, platform_of
-from bitline.select import Choice, Policy, choose
+from bitline.select import Choice, Policy, choose, resolve_names
 
 log = logging.getLogger("bitline")
 _FAMILY_TITLES = {"mp": "WNA16", "int8": "ScaledMM", "fp8": "ScaledMM", "fp8_block": "block-scaled FP8"}
@@ -105,7 +105,7 @@ def is_supported_and_can_implement_kernel(
         (ok, reason).
     """
     name = _class_name(kernel)
-    if name in Policy.of(policy).disabled:
+    if name in resolve_names(Policy.of(policy)).disabled:
         return False, f"{name} is disabled by the policy or BITLINE_DISABLED_KERNELS"
     kernel = registry.kernel_by_name(kernel) if isinstance(kernel, str) else kernel
     cls = kernel if issubclass(kernel, LinearKernel) else protocol_class(kernel, configs.family_of(config))
@@ -258,6 +258,65 @@ def init_mxfp8_linear_kernel(
     return init_linear_kernel(configs.Mxfp8LinearLayerConfig(weight_shape, input_dtype, use_a16), policy)
 
 
+def init_mxfp6_linear_kernel(
+    weight_quant_key: configs.QuantKey, activation_quant_key: configs.QuantKey | None = None,
+    weight_shape: tuple[int, int] | None = None, input_dtype: torch.dtype = torch.bfloat16, policy: Policy | str | None = None,
+) -> Any:  # fmt: skip
+    """Choose and instantiate the kernel of an MXFP6 layer.
+
+    Args:
+        weight_quant_key: `kMxfp6E2M3Static` or `kMxfp6E3M2Static`.
+        activation_quant_key: Quantization of the activations; None for a weight-only layer.
+        weight_shape: (N, K), if known.
+        input_dtype: dtype of the input before quantization.
+        policy: Any form that `Policy.of` accepts.
+
+    Returns:
+        The kernel instance.
+    """
+    config = configs.MxFp6LinearLayerConfig(weight_quant_key, activation_quant_key, weight_shape, input_dtype)
+    return init_linear_kernel(config, policy)
+
+
+def init_wfp8_a16_linear_kernel(
+    weight_quant_key: configs.QuantKey, activation_quant_key: configs.QuantKey | None, weight_shape: tuple[int, int],
+    input_dtype: torch.dtype, out_dtype: torch.dtype | None = None, force_kernel: Any = None, module_name: str = "",
+    policy: Policy | str | None = None,
+) -> Any:  # fmt: skip
+    """Choose and instantiate the kernel of a layer with FP8 weights and 16-bit activations.
+
+    Args:
+        weight_quant_key: Quantization of the weight: per tensor, channel, group or block.
+        activation_quant_key: Not used: activations stay in 16 bits.
+        weight_shape: (N, K).
+        input_dtype: dtype of the input.
+        out_dtype: Output dtype; `input_dtype` by default.
+        force_kernel: As for `choose_scaled_mm_linear_kernel`.
+        module_name: The layer's name, for the debug log.
+        policy: Any form that `Policy.of` accepts.
+
+    Returns:
+        The kernel instance.
+    """
+    return init_fp8_linear_kernel(
+        None, weight_quant_key, weight_shape, input_dtype, out_dtype, force_kernel, module_name, policy
+    )  # fmt: skip
+
+
+def fp8_scaled_mm_is_batch_invariant(kernel: Any) -> bool:
+    """Whether a row's output of an FP8 layer's kernel is independent of the other rows.
+
+    Args:
+        kernel: An instance, as `init_fp8_linear_kernel` gives.
+
+    Returns:
+        Whether the kernel is batch invariant, and no activation scale spans rows.
+    """
+    act = kernel.config.activation_quant_key
+    spans_rows = act is not None and not act.scale.static and act.scale.group_shape == configs.PER_TENSOR
+    return bool(getattr(kernel, "batch_invariant", False)) and not spans_rows
+
+
 def register_linear_kernel(
     kernel_class: Any, platform: str, kernel_type: str = "mp", priority: int | str = "last", *, replace: bool = False
 ) -> None:
@@ -266,7 +325,7 @@ def register_linear_kernel(
     Args:
         kernel_class: A bitline Kernel, or a class of vLLM's protocol (a subclass of its family's base class).
         platform: "cpu", "cuda", "rocm" or "xpu", or a platform enumeration's member of that name.
-        kernel_type: The family: mp, int8, fp8, fp8_block, mxfp8, nvfp4 or mxfp4.
+        kernel_type: The family: mp, int8, fp8, fp8_block, mxfp8, nvfp4, mxfp4 or mxfp6.
         priority: "first" or "last" of all kernels that can run a layer, or a number that breaks ties of cost. A class of the
             protocol has no cost of its own: with a number it ties with the cheapest kernel.
         replace: Whether to replace a registered kernel of the same name.

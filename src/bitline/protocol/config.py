@@ -56,13 +56,13 @@ class QuantKey:
     """The quantization of a weight or activation tensor.
 
     Attributes:
-        dtype: dtype of the codes.
+        dtype: dtype of the codes; a ScalarType where torch has none.
         scale: The scales.
         scale2: The second level of scales, for example NVFP4's global scale.
         symmetric: False where there is a zero point.
     """
 
-    dtype: torch.dtype
+    dtype: torch.dtype | ScalarType
     scale: ScaleDesc
     scale2: ScaleDesc | None = None
     symmetric: bool = True
@@ -78,6 +78,15 @@ kFp8Static128BlockSym = _fp8(True, GroupShape(128, 128))
 kFp8DynamicTensorSym = _fp8(False, PER_TENSOR)
 kFp8DynamicTokenSym = _fp8(False, PER_TOKEN)
 kFp8Dynamic128Sym = _fp8(False, GroupShape(1, 128))
+
+
+def _mxfp6(dtype: ScalarType, static: bool) -> QuantKey:
+    return QuantKey(dtype, ScaleDesc(torch.uint8, static, GroupShape(1, 32)))
+
+
+kMxfp6E2M3Static, kMxfp6E2M3Dynamic = _mxfp6(types.float6_e2m3, True), _mxfp6(types.float6_e2m3, False)
+kMxfp6E3M2Static, kMxfp6E3M2Dynamic = _mxfp6(types.float6_e3m2, True), _mxfp6(types.float6_e3m2, False)
+kMxfp4Dynamic = QuantKey(torch.uint8, ScaleDesc(torch.uint8, False, GroupShape(1, 32)))
 
 
 @dataclass(frozen=True)
@@ -231,20 +240,49 @@ class Mxfp8LinearLayerConfig(_BlockScaledConfig):
         return _mx(self, types.float8_e4m3fn)
 
 
+@dataclass(frozen=True)
+class MxFp6LinearLayerConfig:
+    """MXFP6 layer: E2M3 or E3M2 codes, four in three bytes, E8M0 scales of 32 columns.
+
+    Attributes:
+        weight_quant_key: `kMxfp6E2M3Static` or `kMxfp6E3M2Static`.
+        activation_quant_key: `kMxfp6E2M3Dynamic`, `kMxfp6E3M2Dynamic` or `kMxfp4Dynamic`; None for a weight-only layer.
+        weight_shape: (N, K). Optional, and not in vLLM's class; without it shape checks wait for the weights.
+        input_dtype: dtype of the layer's input before quantization. Not in vLLM's class.
+    """
+
+    weight_quant_key: QuantKey
+    activation_quant_key: QuantKey | None = None
+    weight_shape: tuple[int, int] | None = None
+    input_dtype: torch.dtype = torch.bfloat16
+
+    def to_spec(self) -> LinearSpec:
+        """The spec of the layer."""
+        n, k = self.weight_shape or _PLACEHOLDER_SHAPE
+        weight, act = _mx_scalar(self.weight_quant_key), self.activation_quant_key
+        if weight.bits != 6:
+            raise InputError("an MXFP6 layer has weights of 6 bits", found=weight.name, expected="float6_e2m3 or float6_e3m2")
+        return LinearSpec(
+            n, k, weight, (1, 32), scale_dtype=torch.float8_e8m0fnu, act_dtype=_float(self.input_dtype),
+            act=None if act is None else ActSpec(_mx_scalar(act), True, "group", 32, scale="e8m0"),
+        )  # fmt: skip
+
+
 Config = (
     MPLinearLayerConfig | Int8ScaledMMLinearLayerConfig | FP8ScaledMMLinearLayerConfig | NvFp4LinearLayerConfig
-    | MxFp4LinearLayerConfig | Mxfp8LinearLayerConfig
+    | MxFp4LinearLayerConfig | MxFp6LinearLayerConfig | Mxfp8LinearLayerConfig
 )  # fmt: skip
+ScaledMMLinearLayerConfig = Int8ScaledMMLinearLayerConfig | FP8ScaledMMLinearLayerConfig
 
 
 def family_of(config: Config) -> str:
-    """The kernel family of a config: "mp", "int8", "fp8", "fp8_block", "nvfp4", "mxfp4" or "mxfp8"."""
+    """The kernel family of a config: "mp", "int8", "fp8", "fp8_block", "nvfp4", "mxfp4", "mxfp6" or "mxfp8"."""
     if isinstance(config, FP8ScaledMMLinearLayerConfig):
         shape = config.weight_quant_key.scale.group_shape
         return "fp8_block" if max(shape.row, shape.col) > 1 and shape.row != 1 else "fp8"
     names = {
         MPLinearLayerConfig: "mp", Int8ScaledMMLinearLayerConfig: "int8", NvFp4LinearLayerConfig: "nvfp4",
-        MxFp4LinearLayerConfig: "mxfp4", Mxfp8LinearLayerConfig: "mxfp8",
+        MxFp4LinearLayerConfig: "mxfp4", MxFp6LinearLayerConfig: "mxfp6", Mxfp8LinearLayerConfig: "mxfp8",
     }  # fmt: skip
     return names[type(config)]
 
@@ -253,6 +291,14 @@ def _mx(config: MxFp4LinearLayerConfig | Mxfp8LinearLayerConfig, scalar: ScalarT
     n, k = config.weight_shape or _PLACEHOLDER_SHAPE
     act = None if config.use_a16 else ActSpec(scalar, True, "group", 32, scale="e8m0")
     return LinearSpec(n, k, scalar, (1, 32), scale_dtype=torch.float8_e8m0fnu, act=act, act_dtype=_float(config.input_dtype))
+
+
+def _mx_scalar(key: QuantKey) -> ScalarType:
+    """The element type of an MX key: a ScalarType of ours or vLLM's (float6_e2m3f), or uint8 for E2M1 pairs."""
+    name = "float4_e2m1" if key.dtype == torch.uint8 else str(getattr(key.dtype, "name", key.dtype)).removesuffix("f")
+    if name not in types.SCALAR_TYPES:
+        raise InputError("no MX element type of this name", found=key.dtype, expected="float6_e2m3, float6_e3m2 or float4_e2m1")
+    return types.SCALAR_TYPES[name]
 
 
 def _act(key: QuantKey | None) -> ActSpec | None:
@@ -264,7 +310,9 @@ def _act(key: QuantKey | None) -> ActSpec | None:
     return ActSpec(_scalar(key.dtype), not key.scale.static, granularity, group_size, key.symmetric)
 
 
-def _scalar(dtype: torch.dtype) -> ScalarType:
+def _scalar(dtype: torch.dtype | ScalarType) -> ScalarType:
+    if isinstance(dtype, ScalarType):
+        return dtype
     name = types.dtype_name(dtype)
     if name not in types.SCALAR_TYPES:
         raise InputError("no weight or activation type of this dtype", found=dtype, expected="float8_e4m3fn, float8_e5m2 or int8")

@@ -53,6 +53,11 @@ def _make_config(spec: LinearSpec, family: str) -> configs.Config | None:
         )
     if family in ("fp8", "fp8_block"):
         return configs.FP8ScaledMMLinearLayerConfig(_weight_key(spec), _act_key(spec.act), shape, spec.act_dtype)
+    if family == "mxfp6":
+        act = None if spec.act is None else configs.QuantKey(spec.act.dtype, configs.kMxfp6E2M3Dynamic.scale)
+        return configs.MxFp6LinearLayerConfig(
+            configs.QuantKey(spec.weight, configs.kMxfp6E2M3Static.scale), act, shape, spec.act_dtype
+        )
     block_scaled: Any = {
         "nvfp4": configs.NvFp4LinearLayerConfig, "mxfp4": configs.MxFp4LinearLayerConfig, "mxfp8": configs.Mxfp8LinearLayerConfig,
     }  # fmt: skip

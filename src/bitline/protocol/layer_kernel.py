@@ -128,11 +128,15 @@ class MPLinearKernel(LinearKernel):
     """Base class of mixed-precision kernels: integer weights, 16-bit activations, or W4A8."""
 
 
-class Int8ScaledMMLinearKernel(LinearKernel):
+class ScaledMMLinearKernel(LinearKernel):
+    """Base class of kernels that multiply 8-bit weights by 8-bit activations."""
+
+
+class Int8ScaledMMLinearKernel(ScaledMMLinearKernel):
     """Base class of int8 W8A8 kernels."""
 
 
-class FP8ScaledMMLinearKernel(LinearKernel):
+class FP8ScaledMMLinearKernel(ScaledMMLinearKernel):
     """Base class of FP8 kernels with scales per tensor, channel or group."""
 
 
@@ -148,6 +152,10 @@ class MxFp4LinearKernel(LinearKernel):
     """Base class of MXFP4 kernels."""
 
 
+class MxFp6LinearKernel(LinearKernel):
+    """Base class of MXFP6 kernels."""
+
+
 class Mxfp8LinearKernel(LinearKernel):
     """Base class of MXFP8 kernels."""
 
@@ -155,5 +163,5 @@ class Mxfp8LinearKernel(LinearKernel):
 FAMILIES: dict[str, Any] = {  # family -> base class
     "mp": MPLinearKernel, "int8": Int8ScaledMMLinearKernel, "fp8": FP8ScaledMMLinearKernel,
     "fp8_block": Fp8BlockScaledDynamicMMLinearKernel, "nvfp4": NvFp4LinearKernel, "mxfp4": MxFp4LinearKernel,
-    "mxfp8": Mxfp8LinearKernel,
+    "mxfp6": MxFp6LinearKernel, "mxfp8": Mxfp8LinearKernel,
 }  # fmt: skip

@@ -26,6 +26,7 @@ PARAMETER_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "i_s": ("input_global_scale_inv",),
     },
     "mxfp4": {"w_q": ("weight", "weight_packed"), "w_s": ("weight_scale",)},
+    "mxfp6": {"w_q": ("weight", "weight_packed"), "w_s": ("weight_scale",)},
     "mxfp8": {"w_q": ("weight",), "w_s": ("weight_scale",)},
 }  # fmt: skip
 PARAMETER_NAMES["fp8_block"] = PARAMETER_NAMES["fp8"]

@@ -14,7 +14,7 @@ from bitline.weight import QuantizedWeight
 
 _READERS: dict[str, Callable[[LayerParameters, LinearSpec], QuantizedWeight]] = {
     "mp": read_mixed_precision, "int8": read_int8, "fp8": read_fp8, "fp8_block": read_fp8,
-    "nvfp4": read_block_scaled, "mxfp4": read_block_scaled, "mxfp8": read_block_scaled,
+    "nvfp4": read_block_scaled, "mxfp4": read_block_scaled, "mxfp6": read_block_scaled, "mxfp8": read_block_scaled,
 }  # fmt: skip
 
 

@@ -47,7 +47,9 @@ def read_fp8(p: LayerParameters, spec: LinearSpec) -> QuantizedWeight:
     """The weight of an FP8 layer with scales per tensor, channel, group or block."""
     config: Any = p.config
     assert isinstance(config, FP8ScaledMMLinearLayerConfig)
-    spec, codes = _byte_codes(p, spec, config.weight_quant_key.dtype)
+    dtype = config.weight_quant_key.dtype
+    assert isinstance(dtype, torch.dtype)
+    spec, codes = _byte_codes(p, spec, dtype)
     if p.family == "fp8_block":
         scale, spec = _block_scales(p, spec)
     elif spec.block[0] == 1 and 1 < spec.block[1] < spec.k:

@@ -13,6 +13,7 @@ from torch import Tensor
 from bitline import types
 from bitline.kernels.base import Kernel, Packed
 from bitline.platform import Platform
+from bitline.quantized_input import code_dtype, fitted, reference_input
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_spec, random_weight
 from bitline.testing.poison import poison
 from bitline.testing.tolerance import check, check_exact
@@ -80,6 +81,8 @@ def check_kernel(
 
     - On random data the output is within the tolerance of `check`, on lossless data exact: for M of 0, 1, 2, 3, 7, 17 and 65,
       with poisoned memory.
+    - The same for inputs that are quantized before the call, where the kernel takes those.
+    - An `unpack` of its own gives the weight back.
     - `pack` is pure and repeatable; `apply` changes neither its input nor the packed tensors.
     - `deterministic`, `batch_invariant` and, on a GPU, `cuda_graph` hold where they are declared.
     - `is_supported` and `can_implement` return Verdicts, refusals with a reason; costs are positive and finite.
@@ -178,6 +181,25 @@ def _lossless_data(kernel: type[Kernel], spec: LinearSpec, platform: Platform, d
         check_exact(out, x, weight)
 
 
+def _quantized_input(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
+    """`apply_quantized` of what `bitline.act_quant` makes of x, on random data and, bit for bit, on lossless data."""
+    if not kernel.takes_quantized_input or spec.act is None or code_dtype(spec.act) is None:
+        return
+    cases = ((random_weight, inputs, check), (lossless_weight, lossless_inputs, check_exact))
+    for make, given, judge in cases:
+        try:
+            weight = make(spec, 9, device)
+        except ValueError:  # no lossless weights
+            continue
+        with poison():
+            _, packed, bias = _packed(kernel, weight)
+            xs = [given(m, spec, m, device) for m in BATCH_SIZES if m]
+            quantized = [fitted(reference_input(x, spec.act, weight.input_scale, weight.input_zero), spec) for x in xs]
+            outputs = [kernel.apply_quantized(*q, packed, bias, spec) for q in quantized]
+        for x, out in zip(xs, outputs, strict=True):
+            judge(out, x, weight)
+
+
 def _pure_pack(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
     weight = random_weight(spec, 5, device)
     before = _digest(weight.tensors().values())
@@ -242,4 +264,19 @@ def _costs(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: t
         raise AssertionError("packed_bytes must be positive")
 
 
-_TESTS = (_random_data, _lossless_data, _pure_pack, _declared_facts, _costs)
+def _unpacked(kernel: type[Kernel], spec: LinearSpec, platform: Platform, device: torch.device | str) -> None:
+    """An `unpack` of the kernel's own gives the weight to two units in the last place of its largest element."""
+    if kernel.unpack.__func__ is Kernel.unpack.__func__:  # type: ignore[attr-defined]
+        return
+    weight = random_weight(spec, 10, device)
+    with poison():
+        w = kernel.unpack(_packed(kernel, weight)[1], spec.replace(bias=False))
+    want = weight.dequantize(spec.act_dtype)
+    assert w.shape == want.shape and w.dtype == want.dtype, f"it unpacks {list(w.shape)} {w.dtype}"
+    finite = want.isfinite()
+    error = (w.double() - want.double())[finite].abs().max().item() if finite.any() else 0.0
+    limit = 2 * torch.finfo(spec.act_dtype).eps * want.double()[finite].abs().max().item() if finite.any() else 0.0
+    assert error <= limit, f"it unpacks a weight that is {error:.3g} off, more than {limit:.3g}"
+
+
+_TESTS = (_random_data, _lossless_data, _quantized_input, _unpacked, _pure_pack, _declared_facts, _costs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,13 +63,19 @@ def baseline_error(x: Tensor, weight: QuantizedWeight, exact: Tensor) -> float:
 
 def _in_order(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """The layer with one float32 accumulator per output, K in ascending order, [M, N]."""
-    columns = _input(x, weight).float().T.contiguous()
-    out = columns.new_zeros(x.shape[0], weight.spec.n)
+    values, out = _input(x, weight).float(), x.new_empty(x.shape[0], weight.spec.n, dtype=torch.float32)
     for rows in _row_chunks(weight):
-        part = out[:, rows]
-        for column, values in zip(columns, weight.dequantize_rows(rows, torch.float32).T.contiguous(), strict=True):
-            part += torch.outer(column, values)
-    return out if weight.bias is None else out + weight.bias.float()
+        bias = None if weight.bias is None else weight.bias[rows]
+        out[:, rows] = _accumulated_in_order(values, weight.dequantize_rows(rows, torch.float32), bias)
+    return out
+
+
+def _accumulated_in_order(values: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """values [M, K] times w [n, K], float32, with one accumulator per output."""
+    out = values.new_zeros(values.shape[0], w.shape[0])
+    for column, row in zip(values.T.contiguous(), w.T.contiguous(), strict=True):
+        out += torch.outer(column, row)
+    return out if bias is None else out + bias.float()
 
 
 def _input(x: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -91,6 +99,8 @@ class Comparison:
         at: Index [m, n] of the worst element; () for an empty output.
         found: Its value.
         expected: Its exact value.
+        nmse: Sum of squared errors over sum of squared exact values; infinite for a NaN.
+        cosine: Cosine of the angle between output and exact output; 0 for a NaN.
     """
 
     error: float
@@ -99,6 +109,8 @@ class Comparison:
     at: tuple[int, ...]
     found: float
     expected: float
+    nmse: float = 0.0
+    cosine: float = 1.0
 
     @property
     def ok(self) -> bool:
@@ -137,7 +149,100 @@ def compare(out: Tensor, x: Tensor, weight: QuantizedWeight, factor: float = FAC
     error = (out.double() - exact).abs()
     error = torch.where(error.isnan(), torch.full_like(error, torch.inf), error)
     m, n = divmod(int(error.argmax()), exact.shape[1])
-    return Comparison(float(error[m, n]), allowed, torch_error, (m, n), float(out[m, n]), float(exact[m, n]))
+    sums = _Sums()
+    sums.add(out, exact)
+    found, expected = float(out[m, n]), float(exact[m, n])
+    return Comparison(float(error[m, n]), allowed, torch_error, (m, n), found, expected, sums.nmse, sums.cosine)
+
+
+def compare_batches(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weight: QuantizedWeight, ranges: Sequence[tuple[int, int]]
+) -> list[Comparison]:  # fmt: skip
+    """`compare` of one layer's outputs at several M, with each row of the weight dequantized once.
+
+    Args:
+        outputs: The kernel's outputs, [M, N] in the inputs' dtype.
+        inputs: [M, K] each.
+        weight: The weight [N, K].
+        ranges: [start, stop) of the rows of the weight whose outputs count.
+
+    Returns:
+        A comparison for each output, without the worst element's place and values.
+    """
+    dtype, sizes = inputs[0].dtype, [len(x) for x in inputs]
+    values = torch.cat([_input(x, weight) for x in inputs])
+    sums = [_Sums() for _ in inputs]
+    step = bitstream.rows_per_chunk(weight.spec.k)
+    for start, stop in ((r, min(r + step, last)) for first, last in ranges for r in range(first, last, step)):
+        w = weight.dequantize_rows(slice(start, stop), torch.float32)
+        bias = None if weight.bias is None else weight.bias[start:stop]
+        exact = values.double() @ w.double().T
+        exact = exact if bias is None else exact + bias.double()
+        own = [torch.nn.functional.linear(values.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))]
+        if dtype == torch.float32:
+            own.append(_accumulated_in_order(values.float(), w, bias))
+        parts = zip(sums, outputs, exact.split(sizes), zip(*(o.split(sizes) for o in own), strict=True), strict=True)
+        for one, out, exact_part, own_parts in parts:
+            one.add(out[:, start:stop], exact_part, own_parts)
+    return [one.comparison(dtype) for one in sums]
+
+
+def compare_outputs(out: Tensor, exact: Tensor, own: Tensor) -> Comparison:
+    """Compare an output [M, N] with the exact one, float64, where torch's own output in the same dtype is given."""
+    sums = _Sums()
+    sums.add(out, exact, [own])
+    return sums.comparison(out.dtype)
+
+
+class _Sums:
+    """What a comparison needs of an output, added up over parts of its columns."""
+
+    def __init__(self) -> None:
+        self.error = self.baseline = self.largest = 0.0
+        self.squared_error = self.squares = self.product = 0.0
+
+    def add(self, out: Tensor, exact: Tensor, own: Sequence[Tensor] = ()) -> None:
+        """Count a part of the output, and torch's own outputs of it."""
+        difference = (out.double() - exact).view(-1)
+        flat = exact.reshape(-1)
+        self.error = max(self.error, _largest(difference))
+        self.baseline = max(self.baseline, *(_largest(o.double() - exact) for o in own), 0.0)
+        self.largest = max(self.largest, _largest(flat))
+        self.squared_error += float(difference.dot(difference))
+        self.squares += float(flat.dot(flat))
+        self.product += float(difference.dot(flat))
+
+    @property
+    def nmse(self) -> float:
+        """Infinite for a NaN, and for an error where every exact value is 0."""
+        if not math.isfinite(self.squared_error):
+            return math.inf
+        return self.squared_error / self.squares if self.squares else (math.inf if self.squared_error else 0.0)
+
+    @property
+    def cosine(self) -> float:
+        """Of the output, which is the exact one plus the difference, and the exact one; 0 for a NaN."""
+        if self.squared_error == 0:
+            return 1.0
+        own = self.squares + 2 * self.product + self.squared_error
+        if not math.isfinite(own) or own <= 0 or self.squares == 0:
+            return 0.0
+        return (self.squares + self.product) / math.sqrt(own) / math.sqrt(self.squares)
+
+    def comparison(self, dtype: torch.dtype) -> Comparison:
+        """The comparison of all parts."""
+        allowed = FACTOR * self.baseline + torch.finfo(dtype).eps * self.largest
+        nothing = (), 0.0, 0.0
+        return Comparison(self.error, allowed, self.baseline, *nothing, self.nmse, self.cosine)
+
+
+def _largest(values: Tensor) -> float:
+    """The largest absolute value; infinite for a NaN, 0 for an empty tensor."""
+    if values.numel() == 0:
+        return 0.0
+    low, high = values.aminmax()
+    found = max(-float(low), float(high))
+    return found if found == found else math.inf
 
 
 def check(out: Tensor, x: Tensor, weight: QuantizedWeight, factor: float = FACTOR) -> Comparison:

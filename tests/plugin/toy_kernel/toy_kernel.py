@@ -14,8 +14,8 @@ class ToyInt8LinearKernel(Kernel):
 
     @classmethod
     def can_implement(cls, spec):
-        if spec.weight.name != "int8":
-            return no(f"weight type {spec.weight}", "with int8 weights")
+        if spec.weight.name not in ("int8", "uint8b128"):
+            return no(f"weight type {spec.weight}", "with 8-bit integers")
         if spec.block != (1, spec.k):
             return no(f"scale block {spec.block}", "with one scale per output channel")
         if spec.act is not None or spec.act_order or spec.zero != "none" or spec.scale2_block:
@@ -24,7 +24,10 @@ class ToyInt8LinearKernel(Kernel):
 
     @classmethod
     def pack(cls, weight):
-        return {"codes": weight.unpacked().view(torch.int8).clone(), "scale": weight.scales().squeeze(1)}
+        codes = weight.unpacked()
+        if weight.spec.weight.name == "uint8b128":  # v + 128: the top bit flipped is v in two's complement
+            codes = codes ^ 0x80
+        return {"codes": codes.view(torch.int8).clone(), "scale": weight.scales().squeeze(1)}
 
     @classmethod
     def apply(cls, x, packed, bias, spec):

@@ -16,8 +16,11 @@ def sort_by_group(g_idx: Tensor, block_k: int) -> tuple[Tensor | None, Tensor | 
     block_k: columns of a scale block. The sort is stable, so columns keep their order within a group.
     """
     columns = torch.arange(g_idx.numel())
+    regular_groups = columns // block_k
+    if torch.equal(g_idx.long(), regular_groups):  # columns in input order, which needs no sort
+        return None, None
     ordered, perm = g_idx.long().sort(stable=True)
-    identity, regular = torch.equal(perm, columns), torch.equal(ordered, columns // block_k)
+    identity, regular = torch.equal(perm, columns), torch.equal(ordered, regular_groups)
     return None if identity else perm.int(), None if regular else ordered.int()
 
 

@@ -7,14 +7,14 @@ transformers keeps the experts of a MoE layer as one parameter [E, N, K]; its sc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import TensorInfo, TensorSource, check_expert_count
+from bitline.formats.base import Range, TensorInfo, TensorSource, check_expert_count
 
 # Suffix of a stacked parameter's name, and the name of the same tensor in a module.
 _SUFFIXES = {
@@ -52,6 +52,11 @@ class ExpertStacks:
         for name in stacked:
             self._tensors.pop(name, None)
 
+    @property
+    def reads(self) -> set[str]:
+        """Names of the tensors in the file that were read."""
+        return self._source.reads
+
     def _may_be_stack(self, name: str) -> bool:
         """Whether a tensor may be stacked codes, and not the scale or bias of a stack or of a module that has codes."""
         module, _, last = name.rpartition(".")
@@ -68,6 +73,16 @@ class ExpertStacks:
             data = data[expert]
         data = data.t().contiguous() if transposed else data
         return data if rows is None else data[:rows]
+
+    def read_part(self, name: str, ranges: Sequence[Range]) -> Tensor:
+        """A part of a tensor, one range for each dimension of `tensors[name].shape`."""
+        stored, expert, transposed = self._slices.get(name, (name, None, False))
+        in_file = list(ranges[::-1] if transposed else ranges)
+        if expert is not None:
+            in_file.insert(0, (expert, expert + 1))
+        data = self._source.read_part(stored, in_file)
+        data = data if expert is None else data[0]
+        return data.t().contiguous() if transposed else data
 
     def _unstack(self, name: str, info: TensorInfo) -> set[str]:
         """Add the tensors of every expert of a stack. Returns the names of the tensors in the file that they replace."""

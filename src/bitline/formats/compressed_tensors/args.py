@@ -16,12 +16,13 @@ _ACT_ORDERS = ("group", "weight", "static", "dynamic")
 class QuantizationArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """compressed-tensors' QuantizationArgs, whose schema allows no other keys. A null strategy follows from group_size.
 
-    The last three say how the scales were calibrated and change nothing here.
+    The last three say how the scales were calibrated and change nothing here. symmetric is true where it is absent, and zero
+    points must then agree.
     """
 
     num_bits: int = 8
     type: str = "int"
-    symmetric: bool = True
+    symmetric: bool | msgspec.UnsetType = msgspec.UNSET
     strategy: str | None = None
     group_size: int | None = None
     block_structure: list[int] | str | None = None
@@ -45,6 +46,11 @@ class QuantizationArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"strategy {self.effective_strategy!r} needs a group_size, found {self.group_size}")
         if self.effective_strategy == "block":
             _ = self.block
+
+    @property
+    def is_symmetric(self) -> bool:
+        """False where the config says so."""
+        return self.symmetric is not False
 
     @property
     def effective_strategy(self) -> str:
@@ -113,4 +119,4 @@ def act_spec(args: QuantizationArgs) -> ActSpec | None:
         elif args.scale_dtype == "torch.uint8" or args.num_bits == 4:
             scale = "e8m0"
     size = args.group_size or 0 if granularity == "group" else 0
-    return ActSpec(dtype, bool(args.dynamic), granularity, size, args.symmetric, scale)
+    return ActSpec(dtype, bool(args.dynamic), granularity, size, args.is_symmetric, scale)

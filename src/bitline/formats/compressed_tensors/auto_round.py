@@ -32,7 +32,7 @@ class _LayerKeys(msgspec.Struct):
 
     bits: int
     group_size: int | list[int]
-    sym: bool = True
+    sym: bool | msgspec.UnsetType = msgspec.UNSET
     data_type: str = "int"
     act_bits: int | None = None
     act_group_size: int | None = None
@@ -91,7 +91,9 @@ def _scheme(keys: _LayerKeys) -> QuantizationScheme:
     return QuantizationScheme("auto-round", weights, act, e5m3, infer_sizes=True)
 
 
-def _args(bits: int, data_type: str, group_size: int | list[int], symmetric: bool, row_strategy: str) -> QuantizationArgs:
+def _args(
+    bits: int, data_type: str, group_size: int | list[int], symmetric: bool | msgspec.UnsetType, row_strategy: str
+) -> QuantizationArgs:  # fmt: skip
     """AutoRound's keys as QuantizationArgs. row_strategy: what its group_size -1 means."""
     if not data_type.startswith(("int", "mx_int", "mx_fp", "nv_fp", "nvfp", "fp")):
         raise ValueError(f"data_type {data_type} is not supported yet")

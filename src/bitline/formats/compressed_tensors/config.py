@@ -58,6 +58,7 @@ class QuantizationScheme:
     """How the config says that a module was quantized.
 
     infer_sizes: the config names a preset and no reliable sizes, so group sizes follow from the shape of the scales.
+    act_symmetry_stated: whether the config says if static activation scales are symmetric.
     """
 
     name: str
@@ -66,6 +67,7 @@ class QuantizationScheme:
     format: str | None = None
     infer_sizes: bool = False
     quantizes_output: bool = False
+    act_symmetry_stated: bool = True
 
 
 # ---- targets -------------------------------------------------------------------------------------------------------------
@@ -189,7 +191,8 @@ def _scheme(name: str, group: ConfigGroup | list[str], default_format: str | Non
     if inputs is not None and form == E5M3 and inputs.effective_strategy == "tensor_group":
         inputs = msgspec.structs.replace(inputs, scale_dtype=E5M3)
     act = None if inputs is None else act_spec(inputs)
-    return QuantizationScheme(name, group.weights, act, form, quantizes_output=group.output_activations is not None)
+    stated = inputs is None or inputs.symmetric is not msgspec.UNSET
+    return QuantizationScheme(name, group.weights, act, form, False, group.output_activations is not None, stated)
 
 
 def _preset_scheme(name: str) -> QuantizationScheme | None:

@@ -22,8 +22,8 @@ def pack_quantized(m: QuantizedModule) -> Reading:
     packing = _infer_packing(m, bits, k)
     m.require("weight_scale", FLOATS)
     block = m.scale_block(n, k)
-    zeros = _require_zeros(m, n, k, block, bits) if not symmetric else None
-    perm, group_index = _read_act_order(m, k, block)
+    zeros = _find_zeros(m, n, k, block, bits)
+    perm, group_index = read_act_order(m, k, block)
     spec = m.spec(
         n, k, types.unsigned(bits, symmetric=symmetric), block,
         zero="none" if symmetric else "int", act_order=perm is not None, ragged=group_index is not None,
@@ -31,10 +31,24 @@ def pack_quantized(m: QuantizedModule) -> Reading:
 
     def read_fields() -> WeightFields:
         codes = packing.repack(m.read("weight_packed"), k, perm)
-        zero = None if zeros is None else _read_zeros(m, zeros, spec, bits)
+        zero = _read_zeros(m, zeros, spec, bits)
         return m.fields(spec, codes, zero=zero, perm=perm, group_index=group_index)
 
     return "pack-quantized", spec, read_fields
+
+
+def read_in_order(whole: LinearSpec, part: QuantizedModule, columns: int) -> WeightFields:
+    """The fields of some rows of a pack-quantized act-order weight, with codes of some columns, in input order.
+
+    whole: the layer's spec. part: the module over these entries. columns: their number.
+    """
+    bits, _ = _integer_args(part)
+    spec = whole.replace(n=part.codes.shape[0])
+    packing = _infer_packing(part, bits, columns)
+    zeros = _find_zeros(part, spec.n, spec.k, spec.block, bits)
+    perm, group_index = read_act_order(part, spec.k, spec.block)
+    codes = packing.repack(part.read("weight_packed"), columns, None)
+    return part.fields(spec, codes, zero=_read_zeros(part, zeros, spec, bits), perm=perm, group_index=group_index)
 
 
 def int_quantized(m: QuantizedModule) -> Reading:
@@ -44,7 +58,7 @@ def int_quantized(m: QuantizedModule) -> Reading:
     m.require("weight_scale", FLOATS)
     block = m.scale_block(n, k)
     unchanged = bits == 8 and symmetric
-    zeros = None if symmetric else _require_zeros(m, n, k, block, bits)
+    zeros = _find_zeros(m, n, k, block, bits)
     weight = types.int8 if unchanged else types.unsigned(bits, symmetric=symmetric)
     spec = m.spec(n, k, weight, block, zero="none" if symmetric else "int")
 
@@ -55,8 +69,7 @@ def int_quantized(m: QuantizedModule) -> Reading:
             half = 1 << (bits - 1)
             found = f"{int(values.min())}..{int(values.max())}"
             raise m.error(m.codes, f"values do not fit {bits} bits", found, f"{-half}..{half - 1}")
-        zero = None if zeros is None else _read_zeros(m, zeros, spec, bits)
-        return m.fields(spec, codes, zero=zero)
+        return m.fields(spec, codes, zero=_read_zeros(m, zeros, spec, bits))
 
     return "int-quantized", spec, read_fields
 
@@ -82,7 +95,8 @@ def mx_int4(m: QuantizedModule) -> Reading:
         codes = torch.where(negative & 1 == 1, 8 - (magnitude & 7), 8 + (magnitude & 7))
         codes |= torch.where(negative & 16 == 16, 8 - (magnitude >> 4), 8 + (magnitude >> 4)) << 4
         exponent = m.read("weight_scale").view(torch.uint8).int()
-        scale = torch.ldexp(torch.ones(exponent.shape), exponent - 129).masked_fill(exponent == 255, torch.nan).bfloat16()
+        one = torch.ones(exponent.shape, dtype=torch.float32)
+        scale = torch.ldexp(one, exponent - 129).masked_fill(exponent == 255, torch.nan).bfloat16()
         return m.fields(spec, codes, scale)
 
     return "mxint4", spec, read_fields
@@ -96,7 +110,7 @@ def _integer_args(m: QuantizedModule) -> tuple[int, bool]:
     args = m.scheme.weights
     if args.is_float or not 1 <= args.num_bits <= 8:
         raise m.error(m.codes, "codes do not fit their config group", f"{args.type} {args.num_bits} bits", "int 1..8 bits")
-    return args.num_bits, args.symmetric
+    return args.num_bits, args.is_symmetric
 
 
 def _read_k(m: QuantizedModule, n: int, packed_columns: int) -> int:
@@ -120,7 +134,7 @@ def _infer_packing(m: QuantizedModule, bits: int, k: int) -> Int32Packing:
     return packing
 
 
-def _read_act_order(m: QuantizedModule, k: int, block: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+def read_act_order(m: QuantizedModule, k: int, block: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
     """(perm, group_index) of weight_g_idx."""
     info = m.find("weight_g_idx")
     if info is None:
@@ -142,8 +156,13 @@ def _read_act_order(m: QuantizedModule, k: int, block: tuple[int, int]) -> tuple
     return perm, group_index
 
 
-def _require_zeros(m: QuantizedModule, n: int, k: int, block: tuple[int, int], bits: int) -> TensorInfo:
-    """The header of zero points: packed along N in int32 or, in older files and per tensor, one int8 each."""
+def _find_zeros(m: QuantizedModule, n: int, k: int, block: tuple[int, int], bits: int) -> TensorInfo | None:
+    """The header of zero points: packed along N in int32 or, in older files and per tensor, one int8 each. None where the config
+    says that the weight is symmetric, or where it does not say and there are none.
+    """
+    if m.scheme.weights.symmetric is True or (m.scheme.weights.is_symmetric and m.find("weight_zero_point") is None):
+        m.leave_unused("weight_zero_point")
+        return None
     info = m.require("weight_zero_point", (torch.int32, torch.int8))
     grid = grid_of(n, k, block)
     if info.dtype == torch.int8:
@@ -156,9 +175,16 @@ def _require_zeros(m: QuantizedModule, n: int, k: int, block: tuple[int, int], b
     return info
 
 
-def _read_zeros(m: QuantizedModule, info: TensorInfo, spec: LinearSpec, bits: int) -> Tensor:
+def _read_zeros(m: QuantizedModule, info: TensorInfo | None, spec: LinearSpec, bits: int) -> Tensor | None:
+    """Zero points in code units, uint8 on the scale grid; None for a symmetric weight, whose zero points must be implicit."""
+    if info is None:
+        return None
     zero = unpack_zero_points(m.read("weight_zero_point"), spec.grid, bits, m.schemes.packs_densely)
     if zero is None:
         half = 1 << (bits - 1)
         raise m.error(info, "zero points are out of range", f"not {bits}-bit integers", f"{-half}..{half - 1}")
-    return zero
+    if not m.scheme.weights.is_symmetric:
+        return zero
+    if bool((zero != 1 << (bits - 1)).any()):
+        raise m.unstated_zeros(info)
+    return None

@@ -72,7 +72,7 @@ def _check_float_args(m: QuantizedModule, bits: int) -> None:
     args = m.scheme.weights
     if not args.is_float or args.num_bits != bits:
         raise m.error(m.codes, "codes do not fit their config group", f"{args.type} {args.num_bits} bits", f"float {bits} bits")
-    if not args.symmetric and (zeros := m.find("weight_zero_point")) is not None:
+    if not args.is_symmetric and (zeros := m.find("weight_zero_point")) is not None:
         raise m.error(zeros, "minifloats with zero points are not supported yet", "symmetric: false", "symmetric: true")
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bitline.formats.base import TensorSource
+from bitline.errors import CheckpointError
+from bitline.formats.base import TensorInfo, TensorSource
 from bitline.formats.common.module_tensors import ModuleTensors
 from bitline.formats.common.scales import FLOATS, SCALAR_SHAPES, grid_of, stored_shapes
 from bitline.formats.compressed_tensors.config import QuantizationScheme, SchemeByModule
@@ -23,6 +24,37 @@ class QuantizedModule(ModuleTensors):
     def __init__(self, source: TensorSource, name: str, codes: str, scheme: QuantizationScheme, schemes: SchemeByModule) -> None:
         super().__init__(source, name, codes)
         self.scheme, self.schemes = scheme, schemes
+
+    def leave_unused_scales(self) -> None:
+        """What is left over from another scheme or an earlier step: scales of activations that are not quantized or scaled
+        dynamically, zero points of what is symmetric, a shape that the codes have anyway.
+
+        Zero points that the config does not mention must be 0, and an order of columns must be none.
+        """
+        self.leave_unused("input_scale", "input_global_scale")
+        act, weights = self.scheme.act, self.scheme.weights
+        static = act is not None and not act.dynamic
+        if not static or (
+            act is not None and act.symmetric and (self.scheme.act_symmetry_stated or self._is_zero("input_zero_point"))
+        ):
+            self.leave_unused("input_zero_point")
+        if weights.is_float and (weights.symmetric is True or self._is_zero("weight_zero_point")):
+            self.leave_unused("weight_zero_point")
+
+    def _is_zero(self, suffix: str) -> bool:
+        """Whether zero points are 0; an error where some are not."""
+        info = self.find(suffix)
+        if info is not None and bool(self.read(suffix).float().any()):
+            raise self.unstated_zeros(info)
+        return True
+
+    def unstated_zeros(self, info: TensorInfo) -> CheckpointError:
+        """The error for zero points under a config without `symmetric`."""
+        return self.error(
+            info, "zero points that the config does not account for",
+            f"some that are not 0, and no symmetric in {self.scheme.name}", "zeros, as without it the scheme is symmetric",
+            'add "symmetric": false to the config group if it is asymmetric, "symmetric": true if it is not',
+        )  # fmt: skip
 
     def scale_block(self, n: int, k: int) -> tuple[int, int]:
         """The scale block, from the config, checked against the shape of weight_scale."""

@@ -6,6 +6,7 @@ a warning; where they contradict each other, the checkpoint is refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -18,12 +19,12 @@ from bitline.formats.common.scales import E8M0, FLOATS
 from bitline.formats.compressed_tensors import auto_round, integers, minifloats
 from bitline.formats.compressed_tensors import config as ct_config
 from bitline.formats.compressed_tensors.config import SchemeByModule
+from bitline.formats.compressed_tensors.layout import layout_of
 from bitline.formats.compressed_tensors.minifloats import FP8_TYPES
 from bitline.formats.compressed_tensors.module import QuantizedModule, Reading
 from bitline.formats.quant_config import AUTO_ROUND_METHODS, find_quantization, quantization_config
+from bitline.types import LinearSpec
 
-# Left over from another scheme or an earlier step: they belong to the layer although nothing is read from them.
-_UNUSED = ("weight_zero_point", "input_scale", "input_zero_point", "input_global_scale", "weight_g_idx")
 _STORED_AS = {
     "scale": "weight_scale", "scale2": "weight_global_scale", "zero": "weight_zero_point", "perm": "weight_g_idx",
     "group_index": "weight_g_idx", "input_scale": "input_scale", "input_zero": "input_zero_point",
@@ -83,17 +84,26 @@ def _record(source: TensorSource, schemes: SchemeByModule, name: str) -> LayerRe
     module = QuantizedModule(source, name, "weight" if packed is None else "weight_packed", scheme, schemes)
     if schemes.ignored(name):
         module.warn("the config's ignore list names this layer, but its tensors are quantized")
-    module.require("weight_scale", (*FLOATS, *E8M0, torch.float8_e4m3fn))
     if scheme.quantizes_output:
         module.warn(KV_CACHE_WARNING)
+    return _record_of(module)
+
+
+def _record_of(module: QuantizedModule) -> LayerRecord:
+    """The record of a module whose scheme is known."""
+    scheme = module.scheme
+    module.require("weight_scale", (*FLOATS, *E8M0, torch.float8_e4m3fn))
     label, spec, read_fields = _by_stored_format(module)
     _warn_about_format(module, label)
-    for suffix in _UNUSED:
-        module.find(suffix)
+    module.leave_unused_scales()
+    if label != "pack-quantized":
+        module.leave_unused("weight_shape")
+        _refuse_act_order(module, spec)
     stored_as = _STORED_AS
     if scheme.act is not None and scheme.act.dynamic:  # NVFP4: the global scale is the static part of the activation scales
         stored_as = {**_STORED_AS, "input_scale": "input_global_scale"}
-    return module.record(f"compressed-tensors {label}", spec, read_fields, stored_as)
+    layout, in_order = layout_of(module, spec), functools.partial(integers.read_in_order, spec)
+    return module.record(f"compressed-tensors {label}", spec, read_fields, stored_as, layout, _record_of, in_order)
 
 
 def _by_stored_format(m: QuantizedModule) -> Reading:
@@ -103,6 +113,13 @@ def _by_stored_format(m: QuantizedModule) -> Reading:
             return integers.pack_quantized(m)
         return minifloats.packed_minifloats(m) if m.scheme.weights.is_float else integers.mx_int4(m)
     return integers.int_quantized(m) if m.codes.dtype == torch.int8 else minifloats.float_quantized(m)
+
+
+def _refuse_act_order(m: QuantizedModule, spec: LinearSpec) -> None:
+    """An error for a weight_g_idx that is an act-order, which only pack-quantized weights have."""
+    if integers.read_act_order(m, spec.k, spec.block) != (None, None):
+        info = m.require("weight_g_idx")
+        raise m.error(info, "act-order of such weights is not supported yet", "columns in another order", "all -1, or in order")
 
 
 def _warn_about_format(m: QuantizedModule, label: str) -> None:

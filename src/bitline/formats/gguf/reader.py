@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from bitline.errors import CheckpointError, WeightError
-from bitline.formats.base import LayerRecord, TensorSource, check_expert_count, in_tensor
+from bitline.formats.base import LayerRecord, PartReader, Range, TensorSource, check_expert_count, in_tensor
 from bitline.formats.gguf.blocks import BLOCKS, SUPPORTED, to_weight
-from bitline.formats.gguf.ggml_types import PLAIN_TYPES
+from bitline.formats.gguf.ggml_types import BLOCK_SIZES, PLAIN_TYPES
 from bitline.formats.gguf.source import GGUFSource
 from bitline.weight import QuantizedWeight
 
@@ -45,25 +46,26 @@ class _Matrix:
     bias: str | None
     scale: str | None
 
-    def read(self, expert: int | None, layer: str) -> QuantizedWeight:
-        """The weight, or that of one of stacked experts."""
-
-        def of_expert(tensor: Tensor) -> Tensor:
-            return tensor if expert is None else tensor[expert]
-
-        kind, shape = self.source.ggml[self.name]
-        bias = None if self.bias is None else of_expert(self.source.read(self.bias))
+    def read(self, expert: int | None, layer: str, rows: Range | None = None, columns: Range | None = None) -> QuantizedWeight:
+        """The weight, or that of one of stacked experts; or of it the rows, and columns of whole blocks."""
+        kind, (*_, n, k) = self.source.ggml[self.name]
+        size, nbytes = BLOCK_SIZES[kind]
+        rows, (first, last) = rows or (0, n), columns or (0, k)
+        bias = None if self.bias is None else self._part(self.bias, expert, [rows])
         factor = None if self.scale is None else float(self.source.read(self.scale).view(-1)[expert or 0])
+        blocks = self._part(self.name, expert, [rows, (first // size * nbytes, last // size * nbytes)])
         try:
-            return to_weight(kind, of_expert(self.source.read(self.name)), shape[-1], bias, layer, factor)
+            return to_weight(kind, blocks, last - first, bias, layer, factor)
         except WeightError as error:
             stored_as = {"bias": self.bias, "scale2": self.scale, "offset2": self.scale}
             fields = {field: self.source.tensors[name] for field, name in stored_as.items() if name is not None}
             raise in_tensor(error, self.source.tensors[self.name], fields) from error
 
-    def reader(self, expert: int | None, layer: str) -> Callable[[], QuantizedWeight]:
-        """A function that reads the weight."""
-        return lambda: self.read(expert, layer)
+    def _part(self, name: str, expert: int | None, ranges: list[Range]) -> Tensor:
+        """A part of a tensor, or of one expert's entry of a stacked one."""
+        if expert is None:
+            return self.source.read_part(name, ranges)
+        return self.source.read_part(name, [(expert, expert + 1), *ranges])[0]
 
 
 def records(source: GGUFSource, name: str) -> Iterator[LayerRecord]:
@@ -80,10 +82,16 @@ def records(source: GGUFSource, name: str) -> Iterator[LayerRecord]:
     matrix = _Matrix(source, name, extras.get("bias"), extras.get("scale"))
     spec = BLOCKS[kind].spec(n, k, bias=matrix.bias is not None, scaled=matrix.scale is not None)
     names = (name, *extras.values())
+    may_be_unused = [f"{base}.{key}" for key in ("scale", "input_scale")]  # a scale that is no factor is another module's
+    unused = tuple(tensor for tensor in may_be_unused if tensor in source.tensors and tensor != matrix.scale)
     nbytes = sum(source.tensors[tensor].nbytes for tensor in names) // (stack[0] if stack else 1)
+    block = BLOCK_SIZES[kind][0]
+    units = (1, block if block < k else 0)
     for expert in range(stack[0]) if stack else (None,):
         layer = base if expert is None else f"{base}.{expert}"
-        yield LayerRecord(layer, f"gguf {kind}", spec, names, matrix.reader(expert, layer), nbytes, tuple(warnings))
+        read = functools.partial(matrix.read, expert, layer)
+        parts = PartReader(units, read)
+        yield LayerRecord(layer, f"gguf {kind}", spec, names, read, nbytes, tuple(warnings), unused, parts)
 
 
 def _check_supported(source: GGUFSource, name: str) -> None:

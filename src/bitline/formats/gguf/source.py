@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import TensorInfo
+from bitline.formats.base import Range, TensorInfo
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES, PLAIN_TYPES
 from bitline.formats.gguf.header import Header
 from bitline.formats.gguf.split_files import read_split
-from bitline.formats.io.mapped_file import map_bytes
+from bitline.formats.io.mapped_file import map_bytes, map_part
 
 
 class GGUFSource:
@@ -26,7 +26,7 @@ class GGUFSource:
         that are not UTF-8 (some vocabularies hold raw bytes) are decoded with "surrogateescape".
     tensors: plain tensors have their own dtype and row-major shape; a quantized tensor is uint8 [..., K / block * bytes].
     ggml: for every tensor its ggml type ("F32", "Q4_K", "IQ4_XS", …) and its logical row-major shape, [N, K] for a matrix.
-    config: {"quantization_config": {"quant_method": "gguf"}}.
+    config: {"quantization_config": {"quant_method": "gguf"}}. reads: names of the tensors that were read.
 
     An invalid or truncated header, or a missing file, is a CheckpointError on opening.
     """
@@ -36,6 +36,7 @@ class GGUFSource:
         self.config: Mapping[str, Any] = {"quantization_config": {"quant_method": "gguf"}}
         self.tensors: dict[str, TensorInfo] = {}
         self.ggml: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.reads: set[str] = set()
         self._offsets: dict[str, int] = {}
         headers = read_split(self.path)
         self.files = tuple(header.path for header in headers)
@@ -61,8 +62,20 @@ class GGUFSource:
         """The tensor as a view of the mapped file, with the dtype and shape of `tensors[name]`; writing to it never
         reaches the file. rows: ignored, since a view of all rows costs the same. A missing name is a CheckpointError.
         """
+        info = self._to_read(name)
+        raw = map_bytes(info.file, self._offsets[name], info.nbytes, name)
+        return raw.view(info.dtype).view(info.shape)
+
+    def read_part(self, name: str, ranges: Sequence[Range]) -> Tensor:
+        """A part of a tensor, one range for each dimension of `tensors[name].shape`, which is of bytes where it is quantized."""
+        info = self._to_read(name)
+        raw = map_part(info.file, self._offsets[name], info.shape, info.dtype.itemsize, ranges, name)
+        return raw.view(info.dtype).view([stop - start for start, stop in ranges])
+
+    def _to_read(self, name: str) -> TensorInfo:
+        """The header of a tensor that is about to be read."""
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError("no such tensor", file=self.path, tensor=name, expected=f"one of {len(self.tensors)} names")
-        raw = map_bytes(info.file, self._offsets[name], info.nbytes, name)
-        return raw.view(info.dtype).view(info.shape)
+        self.reads.add(name)
+        return info

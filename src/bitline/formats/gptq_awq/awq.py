@@ -18,6 +18,7 @@ from bitline.errors import CheckpointError
 from bitline.formats.base import LayerRecord, TensorSource
 from bitline.formats.common import packed_int32
 from bitline.formats.common.ignored_modules import IgnoredModules, ignored_names
+from bitline.formats.common.slices import COLUMNS, int32_axis
 from bitline.formats.gptq_awq import awq_gemv
 from bitline.formats.gptq_awq.config import SettingsByModule, auto_round_layout, quantizes_activations
 from bitline.formats.gptq_awq.packed_module import PackedModule, modules_with_qweight
@@ -109,7 +110,8 @@ def _record(m: PackedModule, label: str, interleaved: bool) -> LayerRecord:
             codes = packed_int32.repack_along_n(packed, m.bits, m.n, interleaved=interleaved)
         return {"codes": codes, "zero": _read_zeros(m, symmetric, interleaved)}
 
-    return m.packed_record(label, spec, read_codes)
+    layout = m.layout(spec, (COLUMNS, int32_axis(0, m.bits)))
+    return m.packed_record(label, spec, read_codes, layout, lambda part: _record(part, label, interleaved))
 
 
 def _check_shapes(m: PackedModule, interleaved: bool) -> tuple[int, tuple[int, int]]:

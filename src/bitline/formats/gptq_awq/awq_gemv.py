@@ -18,6 +18,7 @@ from bitline.formats.common import packed_int32
 from bitline.formats.common.ignored_modules import IGNORED_WARNING
 from bitline.formats.common.module_tensors import ModuleTensors
 from bitline.formats.common.scales import FLOATS
+from bitline.formats.common.slices import ROWS, Axis, Layout, uncut_columns
 from bitline.formats.gptq_awq.config import ModuleSettings, SettingsByModule
 from bitline.formats.gptq_awq.packed_module import modules_with_qweight
 from bitline.types import LinearSpec
@@ -66,7 +67,9 @@ class _GemvModule(ModuleTensors):
             zero = None if symmetric else self._zeros(groups)
             return {"codes": self.read("qweight").view(torch.uint8), "scale": scale, "zero": zero}
 
-        return self.record("awq gemv", spec, read_fields, {"scale": "scales", "zero": "qzeros"})
+        layout: Layout = {"qweight": (ROWS, uncut_columns(spec)), "scales": (ROWS, None), "qzeros": (ROWS, None)}
+        stored_as = {"scale": "scales", "zero": "qzeros"}
+        return self.record("awq gemv", spec, read_fields, stored_as, layout, lambda part: part.gemv())
 
     def gemv_fast(self, version: str) -> LayerRecord:
         """qweight int16 [N/4, K], scales and qzeros (llm-awq: scaled_zeros) [padded G, N], the latter offsets to add."""
@@ -86,7 +89,9 @@ class _GemvModule(ModuleTensors):
             offset = self.read(zeros).t()[:, :groups].contiguous()
             return {"codes": repack_gemv_fast(self.read("qweight")), "scale": scale, "offset": offset}
 
-        return self.record(f"awq {version}", spec, read_fields, {"scale": "scales", "offset": zeros})
+        layout: Layout = {"qweight": (Axis(0, _ROWS), uncut_columns(spec)), "scales": (None, ROWS), zeros: (None, ROWS)}
+        stored_as = {"scale": "scales", "offset": zeros}
+        return self.record(f"awq {version}", spec, read_fields, stored_as, layout, lambda part: part.gemv_fast(version))
 
     def _zeros(self, groups: int) -> Tensor:
         """qzeros as zero points uint8 [N, G]."""

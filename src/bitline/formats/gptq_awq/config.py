@@ -36,13 +36,16 @@ def quantizes_activations(act_bits: object) -> bool:
 
 @dataclass(frozen=True)
 class ModuleSettings:
-    """How one module was quantized. group_size: -1 for one group per row. ignored: the config says that it was not."""
+    """How one module was quantized. group_size: -1 for one group per row. ignored: the config says that it was not.
+    symmetry_stated: whether the config says if it is symmetric; else the tensors have to agree that it is.
+    """
 
     bits: int
     group_size: int
     symmetric: bool
     act_order: bool = False
     ignored: bool = False
+    symmetry_stated: bool = True
 
     def scale_block(self, k: int) -> tuple[int, int]:
         """The scale block of a weight of k columns."""
@@ -129,7 +132,9 @@ class SettingsByModule:
             symmetric = not self._flag(config, "zero_point", True, where)
         elif config.get("quant_method") == "awq" and config.get("sym") is None:
             symmetric = False
-        return ModuleSettings(bits, group_size, symmetric, self._flag(config, "desc_act", False, where))
+        stated = config.get("sym") is not None or config.get("zero_point") is not None
+        act_order = self._flag(config, "desc_act", False, where)
+        return ModuleSettings(bits, group_size, symmetric, act_order, symmetry_stated=stated)
 
     def _integer(self, config: Mapping[str, Any], keys: tuple[str, ...], where: str, default: int | None = None) -> int:
         value = next((config[key] for key in keys if config.get(key) is not None), default)

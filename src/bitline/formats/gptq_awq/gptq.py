@@ -16,8 +16,9 @@ from torch import Tensor
 
 from bitline import bitstream, native, types
 from bitline.errors import CheckpointError
-from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, check_act_order_length
+from bitline.formats.base import LayerRecord, Range, TensorInfo, TensorSource, check_act_order_length
 from bitline.formats.common import act_order, packed_int32
+from bitline.formats.common.slices import COLUMNS, ROWS, Stored, int32_axis, uncut_columns
 from bitline.formats.gptq_awq.config import SettingsByModule, auto_round_layout, quantizes_activations
 from bitline.formats.gptq_awq.packed_module import PackedModule, modules_with_qweight
 from bitline.formats.io.json_object import read_config
@@ -126,9 +127,9 @@ def _record(m: PackedModule, layout: GPTQLayout) -> LayerRecord:
     perm, group_index = (None, None) if g_idx is None else _read_order(m, g_idx, k, block)
     _warn_about_order(m, g_idx, perm)
     symmetric, planar = m.settings.symmetric, m.bits in layout.planar_bits
-    if symmetric:
-        _warn_about_unused_zeros(m, layout, planar)
-    elif m.qzeros is None:
+    if symmetric and m.qzeros is not None:
+        _check_implicit_zeros(m, layout, planar)
+    elif not symmetric:
         m.require("qzeros", (torch.int32,))
     spec = LinearSpec(
         m.n, k, types.unsigned(m.bits, symmetric=symmetric), block, scale_dtype=m.scales.dtype,
@@ -141,9 +142,29 @@ def _record(m: PackedModule, layout: GPTQLayout) -> LayerRecord:
             _check_padding(m, packed, k, planar)
         codes = _repack(packed, m.bits, k, perm, planar)
         zero = None if symmetric else _zero_points(m.read("qzeros"), m.bits, m.n, layout, planar)
+        if symmetric and m.qzeros is not None and not m.settings.symmetry_stated:
+            _refuse_unstated_zeros(m, m.qzeros, packed_int32.unpack_int32(m.read("qzeros"), m.bits, m.n, planar=planar))
         return {"codes": codes, "zero": zero, "perm": perm, "group_index": group_index}
 
-    return m.packed_record(layout.label, spec, read_codes)
+    stored = m.layout(spec, (int32_axis(1, m.bits, planar=planar), ROWS), planar=planar)
+    in_order = perm is None and group_index is None
+    stored["g_idx"] = _group_numbers(m, block[1]) if in_order else [uncut_columns(spec)]
+
+    def read_in_order(part: PackedModule, columns: int) -> dict[str, Tensor | None]:
+        codes = _repack(part.read("qweight"), m.bits, columns, None, planar)
+        zero = None if symmetric else _zero_points(part.read("qzeros"), m.bits, part.n, layout, planar)
+        return {"codes": codes, "scale": part.read_scales(), "zero": zero, "perm": perm, "group_index": group_index}
+
+    return m.packed_record(layout.label, spec, read_codes, stored, lambda part: _record(part, layout), read_in_order)
+
+
+def _group_numbers(m: PackedModule, block_k: int) -> Stored:
+    """g_idx of columns in order, whose numbers start from 0 in every part; negative ones count from the last group."""
+
+    def change(g_idx: Tensor, _rows: Range, columns: Range) -> Tensor:
+        return torch.where(g_idx < 0, g_idx + m.groups, g_idx) - columns[0] // block_k
+
+    return Stored([COLUMNS], change)
 
 
 def _check_shapes(m: PackedModule) -> tuple[int, tuple[int, int]]:
@@ -217,6 +238,41 @@ def _read_order(m: PackedModule, g_idx: TensorInfo, k: int, block: tuple[int, in
         raise m.error(g_idx, "g_idx names a group that does not exist", error, f"0..{m.groups - 1}") from error
 
 
+# ---- zero points that are not used -----------------------------------------------------------------------------------------
+
+
+def _check_implicit_zeros(m: PackedModule, layout: GPTQLayout, planar: bool) -> None:
+    """A symmetric weight's qzeros are not used. Where the config does not say that it is symmetric they must hold the implicit
+    zero point; else a first row that no producer would store is worth a warning.
+    """
+    assert m.qzeros is not None
+    first = packed_int32.unpack_int32(m.source.read(m.qzeros.name, rows=1), m.bits, m.n, planar=planar)
+    if not m.settings.symmetry_stated:
+        _refuse_unstated_zeros(m, m.qzeros, first)
+    m.leave_unused("qzeros")
+    low, high, implicit = int(first.min()), int(first.max()), 1 << (m.bits - 1)
+    if low == high == implicit - (not layout.zeros_minus_one):
+        m.warn(
+            f"qzeros, which are not used where sym is true, hold {low}: they are stored as "
+            f"{'gptq_v2' if layout.zeros_minus_one else 'gptq (v1)'} stores them, but the checkpoint is labelled {layout.label}"
+        )
+    elif low != high or low not in (implicit, implicit - 1):
+        found = low if low == high else f"{low} to {high}"
+        m.warn(f"sym is true, so the zero point is {implicit}; qzeros, which are not used, hold {found}")
+
+
+def _refuse_unstated_zeros(m: PackedModule, info: TensorInfo, stored: Tensor) -> None:
+    """An error where zero points, as v1 or v2 stores them, are not the implicit one of a config without sym."""
+    low, high, implicit = int(stored.min()), int(stored.max()), 1 << (m.bits - 1)
+    if low == high and low in (implicit, implicit - 1):
+        return
+    raise m.error(
+        info, "zero points that the config does not account for", f"{low} to {high}, and no sym in {m.config_file.name}",
+        f"{implicit} or {implicit - 1} everywhere, as without sym the weight is symmetric",
+        'add "sym": false to the quantization config if the weight is asymmetric, "sym": true if it is not',
+    )  # fmt: skip
+
+
 # ---- warnings ------------------------------------------------------------------------------------------------------------
 
 
@@ -229,22 +285,6 @@ def _warn_about_order(m: PackedModule, g_idx: TensorInfo | None, perm: Tensor | 
             m.warn("the config says desc_act, but there is no g_idx: columns are in input order")
         else:
             m.warn("the config says desc_act, but g_idx has the columns in input order")
-
-
-def _warn_about_unused_zeros(m: PackedModule, layout: GPTQLayout, planar: bool) -> None:
-    """A symmetric weight's qzeros are not used; a first row that no producer would store is worth a warning."""
-    if m.qzeros is None:
-        return
-    first = packed_int32.unpack_int32(m.source.read(m.qzeros.name, rows=1), m.bits, m.n, planar=planar)
-    low, high, implicit = int(first.min()), int(first.max()), 1 << (m.bits - 1)
-    if low == high == implicit - (not layout.zeros_minus_one):
-        m.warn(
-            f"qzeros, which are not used where sym is true, hold {low}: they are stored as "
-            f"{'gptq_v2' if layout.zeros_minus_one else 'gptq (v1)'} stores them, but the checkpoint is labelled {layout.label}"
-        )
-    elif low != high or low not in (implicit, implicit - 1):
-        found = low if low == high else f"{low} to {high}"
-        m.warn(f"sym is true, so the zero point is {implicit}; qzeros, which are not used, hold {found}")
 
 
 READER = GPTQReader()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from bitline.formats.base import LayerRecord, TensorInfo, TensorSource, missing_
 from bitline.formats.common.ignored_modules import IGNORED_WARNING
 from bitline.formats.common.module_tensors import ModuleTensors
 from bitline.formats.common.scales import FLOATS
+from bitline.formats.common.slices import ROWS, Axes, Axis, Layout, int32_axis
 from bitline.formats.gptq_awq.config import ModuleSettings
 from bitline.types import LinearSpec
 
@@ -74,7 +76,26 @@ class PackedModule(ModuleTensors):
             )  # fmt: skip
         return block
 
-    def packed_record(self, label: str, spec: LinearSpec, read_codes: Callable[[], dict[str, Tensor | None]]) -> LayerRecord:
-        """The layer record. read_codes: reads the format's own fields: codes, and zero, perm and group_index if any."""
+    def over(self, source: TensorSource) -> Self:
+        """See ModuleTensors."""
+        return type(self)(source, self.name, self.settings, self.config_file)
+
+    def layout(self, spec: LinearSpec, codes: Axes, *, planar: bool = False) -> Layout:
+        """How the module's tensors lie along N and K. codes: qweight's. planar: zero points are bit planes."""
+        groups = None if self.groups == 1 else Axis(1, spec.block[1])
+        return {"qweight": codes, "scales": (groups, ROWS), "qzeros": (groups, int32_axis(0, self.bits, planar=planar))}
+
+    def packed_record(
+        self, label: str, spec: LinearSpec, read_codes: Callable[[], dict[str, Tensor | None]], layout: Layout,
+        again: Callable[[Self], LayerRecord], read_in_order: Callable[[Self, int], dict[str, Tensor | None]] | None = None,
+    ) -> LayerRecord:  # fmt: skip
+        """The layer record. read_codes: reads the format's own fields: codes, and zero, perm and group_index if any. The rest is
+        for ModuleTensors.record.
+        """
         stored_as = {"scale": "scales", "zero": "qzeros", "perm": "g_idx", "group_index": "g_idx"}
-        return self.record(label, spec, lambda: {"scale": native.transposed(self.read("scales")), **read_codes()}, stored_as)
+        read = lambda: {"scale": self.read_scales(), **read_codes()}
+        return self.record(label, spec, read, stored_as, layout, again, read_in_order)
+
+    def read_scales(self) -> Tensor:
+        """Scales [N, G]."""
+        return native.transposed(self.read("scales"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import TensorInfo
+from bitline.formats.base import Range, TensorInfo
 from bitline.formats.io.checkpoint_files import choose_files
 from bitline.formats.io.json_object import read_config
-from bitline.formats.io.mapped_file import map_bytes
+from bitline.formats.io.mapped_file import map_bytes, map_part
 from bitline.formats.io.safetensors_header import read_header
 
 
@@ -22,7 +22,7 @@ class SafetensorsSource:
     """The tensors of a folder (one file, an index with its shards, or several files) or of one .safetensors file.
 
     path: as given. config: config.json of the folder, {} where there is none. tensors: name to TensorInfo, in file order.
-    metadata: the files' "__metadata__", merged.
+    metadata: the files' "__metadata__", merged. reads: names of the tensors that were read.
 
     Opening reads config, index and headers. Contradictions are a CheckpointError: lengths, shapes and offsets that do not
     fit the file, shards that are missing, outside the folder, or hold a tensor twice. Files of pickled tensors (.bin, .pt,
@@ -35,6 +35,7 @@ class SafetensorsSource:
         self._infos: dict[str, TensorInfo] = {}
         self.tensors: Mapping[str, TensorInfo] = self._infos
         self.metadata: dict[str, str] = {}
+        self.reads: set[str] = set()
         self._offsets: dict[str, int] = {}
         try:
             self._open()
@@ -83,16 +84,29 @@ class SafetensorsSource:
 
         rows: only its first rows. A missing name, or a file that became shorter since it was opened, is a CheckpointError.
         """
-        info = self.tensors.get(name)
-        if info is None:
-            raise CheckpointError("no such tensor", file=self.path, tensor=name, expected=f"one of {len(self.tensors)} names")
+        info = self._to_read(name)
         shape, nbytes = info.shape, info.nbytes
         if rows is not None and shape and rows < shape[0]:
             shape, nbytes = (rows, *shape[1:]), nbytes // shape[0] * rows
         if nbytes == 0:
             return torch.empty(shape, dtype=info.dtype)
-        offset = self._offsets[name]
-        data = map_bytes(info.file, offset, nbytes, name)
-        if offset % info.dtype.itemsize:  # old writers did not align their header: copy to align
-            data = data.clone()
-        return data.view(info.dtype).view(shape)
+        return self._typed(map_bytes(info.file, self._offsets[name], nbytes, name), info).view(shape)
+
+    def read_part(self, name: str, ranges: Sequence[Range]) -> Tensor:
+        """A part of a tensor, one range for each dimension; a view of the mapped file where its bytes follow each other."""
+        info = self._to_read(name)
+        data = map_part(info.file, self._offsets[name], info.shape, info.dtype.itemsize, ranges, name)
+        return self._typed(data, info).view([stop - start for start, stop in ranges])
+
+    def _to_read(self, name: str) -> TensorInfo:
+        """The header of a tensor that is about to be read."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError("no such tensor", file=self.path, tensor=name, expected=f"one of {len(self.tensors)} names")
+        self.reads.add(name)
+        return info
+
+    def _typed(self, data: Tensor, info: TensorInfo) -> Tensor:
+        """Bytes of a tensor in its dtype. Old writers did not align their header: copied to align."""
+        aligned = self._offsets[info.name] % info.dtype.itemsize == 0
+        return (data if aligned else data.clone()).view(info.dtype)

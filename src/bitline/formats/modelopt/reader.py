@@ -18,6 +18,7 @@ from bitline.formats.common.expert_stacks import unstack_experts
 from bitline.formats.common.ignored_modules import IgnoredModules
 from bitline.formats.common.module_tensors import ModuleTensors
 from bitline.formats.common.scales import E8M0, FLOATS, SCALAR_SHAPES, stored_shapes
+from bitline.formats.common.slices import COLUMNS, ROWS, Axis, Layout, byte_axis, scale_axes, vector_axes
 from bitline.formats.modelopt.config import AlgorithmByModule, QuantAlgorithm
 from bitline.formats.quant_config import quantization_config
 from bitline.types import LinearSpec, ScalarType
@@ -62,6 +63,7 @@ class _ModelOptModule(ModuleTensors):
 
     scale: TensorInfo
     algorithm: QuantAlgorithm
+    _algorithms: AlgorithmByModule
 
     def layer(self, algorithms: AlgorithmByModule) -> LayerRecord:
         """The record, by how the weight is stored."""
@@ -70,7 +72,7 @@ class _ModelOptModule(ModuleTensors):
             raise self.error(lora, "a low-rank term beside the quantized weight is not supported yet", lora.name, "no SVDQuant")
         self.scale = self.require("weight_scale", (*FLOATS, *E8M0, torch.float8_e4m3fn))
         storage = self._storage()
-        self.algorithm = algorithms.find(self, storage)
+        self._algorithms, self.algorithm = algorithms, algorithms.find(self, storage)
         spec = {
             "fp8": self._fp8, "mxfp8": self._mxfp8, "nvfp4": self._nvfp4, "mxfp4": self._mxfp4, "int4": self._int4,
             "int8": self._int8,
@@ -127,7 +129,7 @@ class _ModelOptModule(ModuleTensors):
         """Two rows per byte, [N/2, K], in two's complement; read as uint4b8, which more kernels take."""
         pairs, k = self.matrix()
         shape = self.scale.shape if len(self.scale.shape) != 1 else (*self.scale.shape, 1)
-        self.find("weight_scale_2")  # of W4A8_AWQ's FP8 weights inside the kernel: not part of the weight
+        self.leave_unused("weight_scale_2")  # of W4A8_AWQ's FP8 weights inside the kernel: not part of the weight
         return self._spec(2 * pairs, k, types.uint4b8, self._row_block(k, 128), shape)
 
     def _int8(self) -> LinearSpec:
@@ -157,6 +159,8 @@ class _ModelOptModule(ModuleTensors):
         has_input_scale = act is not None and (is_global or not act.dynamic)
         if has_input_scale:
             self.scalar("input_scale")
+        else:
+            self.leave_unused("input_scale")
         multiplier = self.has_vector("pre_quant_scale", k, "pre_quant_scale")
         spec = spec.replace(act=act, bias=self.has_bias(n), input_multiplier=multiplier)
 
@@ -171,7 +175,16 @@ class _ModelOptModule(ModuleTensors):
                 fields["input_scale"] = self.read_reciprocal("input_scale") if is_global else self.read("input_scale").reshape(())
             return fields
 
-        return self.record(f"modelopt {self.algorithm.name}", spec, read_fields, _STORED_AS)
+        layout: Layout = {"weight": self._code_axes(), "weight_scale": scale_axes(spec, self.scale.shape)}
+        if multiplier:
+            layout["pre_quant_scale"] = vector_axes(COLUMNS, self.require("pre_quant_scale").shape)
+        again = lambda part: part.layer(self._algorithms)
+        return self.record(f"modelopt {self.algorithm.name}", spec, read_fields, _STORED_AS, layout, again)
+
+    def _code_axes(self) -> tuple[Axis, Axis]:
+        """How `weight` lies along N and K."""
+        storage = self.algorithm.storage
+        return (Axis(0, 2), COLUMNS) if storage == "int4" else (ROWS, byte_axis(4 if storage.endswith("fp4") else 8))
 
     def _read_bytes(self) -> Tensor:
         return self.read("weight").view(torch.uint8)

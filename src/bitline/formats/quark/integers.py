@@ -13,9 +13,10 @@ from torch import Tensor
 from bitline import types
 from bitline.formats.base import LayerRecord, TensorInfo
 from bitline.formats.common.scales import FLOATS, SCALAR_SHAPES, grid_of, stored_shapes
+from bitline.formats.common.slices import COLUMNS, ROWS, Axis, Layout, byte_axis, scale_axes, vector_axes
 from bitline.formats.quark.module import ZERO, QuarkModule, WeightFields
 from bitline.formats.quark.packing import INTEGERS, IntegerStorage
-from bitline.types import ScalarType
+from bitline.types import LinearSpec, ScalarType
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,26 @@ class _Layout:
     def transposed(self) -> bool:
         """Whether codes are stored as [K, N]."""
         return self.grouped and not self.storage.is_stream
+
+    def axes(
+        self, spec: LinearSpec, scale: tuple[int, ...], zeros: tuple[int, ...] | None, *, float_zeros: bool
+    ) -> Layout:  # fmt: skip
+        """How the module's tensors lie along N and K. scale, zeros: the stored shapes."""
+        along = lambda dim: byte_axis(3, dim) if self.storage.is_stream else Axis(dim, self.storage.per_element)
+        groups = None if self.grid[1] == 1 else Axis(1, self.block[1])
+        found: Layout = {
+            "weight": (COLUMNS, along(0)) if self.transposed else (ROWS, along(1)),
+            "weight_scale": (groups, ROWS) if self.grouped else scale_axes(spec, scale),
+        }
+        if zeros is None:
+            return found
+        if self.grouped and self.storage.is_stream and not float_zeros:  # along K, three bytes for eight groups
+            found[ZERO] = (ROWS, None if groups is None else Axis(1, 8 * groups.size, 3))
+        elif self.grouped:
+            found[ZERO] = (groups, ROWS if float_zeros else along(0))
+        elif self.grid != (1, 1):
+            found[ZERO] = vector_axes(ROWS if float_zeros else along(0), zeros)
+        return found
 
 
 def integer_record(m: QuarkModule) -> LayerRecord:
@@ -76,7 +97,8 @@ def integer_record(m: QuarkModule) -> LayerRecord:
         return fields
 
     order = f" {m.pack_order}" if storage.bits == 4 else ""
-    return m.quark_record(f"{m.dtype}{order}", spec, read_fields)
+    stored = layout.axes(spec, m.scale.shape, None if zeros is None else zeros.shape, float_zeros=float_zeros)
+    return m.quark_record(f"{m.dtype}{order}", spec, read_fields, stored, integer_record)
 
 
 def _check_shapes(m: QuarkModule, storage: IntegerStorage) -> _Layout:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from bitline import types
 from bitline.formats.base import LayerRecord
 from bitline.formats.common.scales import E8M0, FLOATS, e5m3_scales, grid_of, stored_shapes
+from bitline.formats.common.slices import ROWS, Layout, byte_axis, scale_axes
 from bitline.formats.quark import packing
 from bitline.formats.quark.module import MX_TYPES, QuarkModule, WeightFields
 from bitline.types import ScalarType
@@ -20,17 +23,19 @@ def fp8_record(m: QuarkModule) -> LayerRecord:
     """FP8, one code per byte."""
     weight, stored = FP8_TYPES[m.dtype]
     n, k = m.matrix("weight", (stored,))
-    return _float_record(m, n, k, weight)
+    return _float_record(m, n, k, weight, fp8_record)
 
 
 def packed_record(m: QuarkModule) -> LayerRecord:
     """FP4 or FP6 per group, packed in bytes."""
     weight = MX_TYPES[m.dtype]
     n, columns = m.matrix("weight", (torch.uint8,))
-    return _float_record(m, n, m.num_codes(columns, weight.bits), weight)
+    return _float_record(m, n, m.num_codes(columns, weight.bits), weight, packed_record)
 
 
-def _float_record(m: QuarkModule, n: int, k: int, weight: ScalarType) -> LayerRecord:
+def _float_record(
+    m: QuarkModule, n: int, k: int, weight: ScalarType, again: Callable[[QuarkModule], LayerRecord]
+) -> LayerRecord:  # fmt: skip
     """Rows are canonical as stored; scales are floats, E8M0, E5M3, or E4M3 under a global scale."""
     block = m.scale_block(n, k)
     shapes = stored_shapes(grid_of(n, k, block), n)
@@ -54,7 +59,8 @@ def _float_record(m: QuarkModule, n: int, k: int, weight: ScalarType) -> LayerRe
         scale2 = m.read("weight_scale_2", 1, 1).double() if has_global else None
         return {"codes": m.read("weight").view(torch.uint8), "scale": scale.reshape(grid_of(n, k, block)), "scale2": scale2}
 
-    return m.quark_record(m.dtype + scale_kind, spec, read_fields)
+    layout: Layout = {"weight": (ROWS, byte_axis(weight.bits)), "weight_scale": scale_axes(spec, m.scale.shape)}
+    return m.quark_record(m.dtype + scale_kind, spec, read_fields, layout, again)
 
 
 def _scale_kind(m: QuarkModule) -> str:
@@ -91,4 +97,5 @@ def mx_record(m: QuarkModule) -> LayerRecord:
         scale = (exponent + 127).view(torch.float8_e8m0fnu)  # modulo 256
         return {"codes": packing.repack_mx_fp6(codes) if weight.bits == 6 else codes, "scale": scale}
 
-    return m.quark_record(f"mx {element}", spec, read_fields)
+    layout: Layout = {"weight": (ROWS, byte_axis(weight.bits)), "weight_scale": scale_axes(spec, m.scale.shape)}
+    return m.quark_record(f"mx {element}", spec, read_fields, layout, mx_record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from bitline import types
 from bitline.formats.base import LayerRecord, TensorSource
 from bitline.formats.common.module_tensors import ModuleTensors
+from bitline.formats.common.slices import Layout
 from bitline.formats.quark.config import QuarkConfig
 from bitline.types import ActSpec, LinearSpec, ScalarType
 
@@ -39,8 +40,7 @@ class QuarkModule(ModuleTensors):
         for suffix in ("input_rotation", "input_prescale"):
             if (info := self.find(suffix)) is not None:
                 raise self.error(info, "the input of a layer is transformed, which is not supported yet", suffix, "none")
-        for suffix in ("output_scale", "output_zero_point"):  # of a KV cache
-            self.find(suffix)
+        self.leave_unused("output_scale", "output_zero_point")  # of a KV cache
         self.scale = self.require("weight_scale")
 
     # ---- scale blocks ----------------------------------------------------------------------------------------------------
@@ -79,6 +79,7 @@ class QuarkModule(ModuleTensors):
     def _act(self) -> ActSpec | None:
         """Activation quantization, None for weight-only. Static scales must exist."""
         if not self.config.inputs:
+            self.leave_unused("input_scale", "input_zero_point", "input_scale_2")
             return None
         spec, *scale_specs = self.config.inputs
         dtype, qscheme, dynamic = spec.dtype, spec.qscheme, spec.is_dynamic
@@ -95,8 +96,11 @@ class QuarkModule(ModuleTensors):
             self.scalar("input_scale")
             if not symmetric:
                 self.scalar("input_zero_point", (torch.int8, torch.uint8, torch.int32))
-        for suffix in ("input_scale", "input_zero_point"):
-            self.find(suffix)
+        zeros = self.find("input_zero_point")
+        if not dynamic and symmetric and zeros is not None and bool(self.read("input_zero_point").float().any()):
+            what = "the config says symmetric, but there are zero points"
+            raise self.error(zeros, what, "some that are not 0", "zeros")
+        self.leave_unused("input_scale", "input_zero_point")
         return ActSpec(known[dtype], dynamic, "token" if per_token else "tensor", 0, symmetric)
 
     def _grouped_act(self, dtype: str) -> ActSpec | None:
@@ -116,13 +120,22 @@ class QuarkModule(ModuleTensors):
 
     # ---- the record ------------------------------------------------------------------------------------------------------
 
-    def quark_record(self, label: str, spec: LinearSpec, read_fields: Callable[[], WeightFields]) -> LayerRecord:
+    def over(self, source: TensorSource) -> Self:
+        """See ModuleTensors."""
+        other = super().over(source)
+        other.scale = other.require("weight_scale")
+        return other
+
+    def quark_record(
+        self, label: str, spec: LinearSpec, read_fields: Callable[[], WeightFields], layout: Layout,
+        again: Callable[[Self], LayerRecord],
+    ) -> LayerRecord:  # fmt: skip
         """The layer record. read_fields: reads codes, scales and zero points; the activations' scales are added here."""
 
         def read_all() -> WeightFields:
             return read_fields() | self._read_input_scales(spec.act)
 
-        return self.record(f"quark {label}", spec, read_all, _STORED_AS)
+        return self.record(f"quark {label}", spec, read_all, _STORED_AS, layout, again)
 
     def _read_input_scales(self, act: ActSpec | None) -> WeightFields:
         if act is not None and not act.dynamic:

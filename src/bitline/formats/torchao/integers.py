@@ -11,6 +11,7 @@ from bitline import types
 from bitline.formats.base import LayerRecord
 from bitline.formats.common.int8_codes import pack_int8
 from bitline.formats.common.scales import FLOATS
+from bitline.formats.common.slices import COLUMNS, ROWS, Axis, byte_axis, scale_axes
 from bitline.formats.torchao.tensor_subclass import SubclassTensors, described_name
 from bitline.types import ActSpec, LinearSpec
 
@@ -55,7 +56,10 @@ def _int8_stored(m: SubclassTensors) -> LayerRecord:
         }  # fmt: skip
 
     stored_as = {"scale": "_weight_scale", "zero": "_weight_zero_point", "input_scale": "_weight_act_quant_scale"}
-    return m.record(f"torchao {m.kind}", spec, read_fields, stored_as)
+    layout = m.layout((ROWS, COLUMNS), scale_axes(spec, m.require("_weight_scale").shape))
+    if (zeros := m.find("_weight_zero_point")) is not None:
+        layout["_weight_zero_point"] = scale_axes(spec, zeros.shape)
+    return m.record(f"torchao {m.kind}", spec, read_fields, stored_as, layout, _int8_stored)
 
 
 def _bits(m: SubclassTensors) -> int:
@@ -96,7 +100,7 @@ def _act(m: SubclassTensors) -> ActSpec | None:
     ):
         return ActSpec(types.int8, symmetric=False)
     scale, act = m.find("_weight_act_quant_scale"), m.attributes("act_quant_kwargs")
-    m.find("_weight_act_quant_zero_point")
+    m.leave_unused("_weight_act_quant_zero_point")
     if declared is None and act is None:
         if scale is not None:
             raise m.error(scale, "an activation scale without act_quant_kwargs", "no act_quant_kwargs", "both or none")
@@ -151,4 +155,8 @@ def _int4(m: SubclassTensors) -> LayerRecord:
             "offset": None if fp8_act else offset.t().contiguous(), "input_multiplier": m.read_pre_scale(k),
         }  # fmt: skip
 
-    return m.record("torchao Int4Tensor", spec, read_fields, {"scale": "_weight_scale", "offset": "_weight_zero_point"})
+    groups = None if spec.grid[1] == 1 else Axis(1, block[1])
+    layout = m.layout((ROWS, byte_axis(4)), (groups, ROWS))
+    layout["_weight_zero_point"] = (groups, ROWS)
+    stored_as = {"scale": "_weight_scale", "offset": "_weight_zero_point"}
+    return m.record("torchao Int4Tensor", spec, read_fields, stored_as, layout, _int4)

@@ -15,6 +15,7 @@ from torch import Tensor
 from bitline import bitstream, types
 from bitline.formats.base import LayerRecord
 from bitline.formats.common.scales import SCALAR_SHAPES
+from bitline.formats.common.slices import COLUMNS, ROWS, Axes, byte_axis, scale_axes
 from bitline.formats.quant_config import is_allowed
 from bitline.formats.torchao.tensor_subclass import SubclassTensors, described_name
 from bitline.types import ActSpec, LinearSpec, ScalarType
@@ -50,7 +51,8 @@ def _float8(m: SubclassTensors) -> LayerRecord:
             "input_multiplier": m.read_pre_scale(k),
         }  # fmt: skip
 
-    return m.record("torchao Float8Tensor", spec, read_fields, {"scale": "_weight_scale"})
+    layout = m.layout((ROWS, COLUMNS), scale_axes(spec, m.require("_weight_scale").shape))
+    return m.record("torchao Float8Tensor", spec, read_fields, {"scale": "_weight_scale"}, layout, _float8)
 
 
 def _fp8_act(m: SubclassTensors) -> ActSpec | None:
@@ -89,7 +91,9 @@ def _mx(m: SubclassTensors) -> LayerRecord:
             codes = bitstream.pack(codes, 6)
         return {"codes": codes, "scale": _unswizzle(m.read("_weight_scale"), spec.grid, swizzled)}
 
-    return m.record(f"torchao MXTensor {weight}", spec, read_fields, {"scale": "_weight_scale"})
+    codes = (ROWS, byte_axis(4) if weight.bits == 4 else COLUMNS)
+    layout = m.layout(codes, _scale_axes(spec, m.require("_weight_scale").shape, swizzled))
+    return m.record(f"torchao MXTensor {weight}", spec, read_fields, {"scale": "_weight_scale"}, layout, _mx)
 
 
 def _mx_type(m: SubclassTensors, declared: object) -> ScalarType:
@@ -122,6 +126,8 @@ def _nvfp4(m: SubclassTensors) -> LayerRecord:
     has_act_global = _has_global_scale(m, "_weight_act_per_tensor_scale")
     act = _nvfp4_act(m)
     has_act_global = has_act_global and act is not None
+    if not has_act_global:
+        m.leave_unused("_weight_act_per_tensor_scale")
     spec = LinearSpec(n, k, types.float4_e2m1, (1, block_k), scale_dtype=torch.float8_e4m3fn, act=act, bias=m.has_bias(n),
                       scale2_block=(n, k) if has_global else None)  # fmt: skip
 
@@ -134,7 +140,13 @@ def _nvfp4(m: SubclassTensors) -> LayerRecord:
         }  # fmt: skip
 
     stored_as = {"scale": "_weight_scale", "scale2": "_weight_per_tensor_scale", "input_scale": "_weight_act_per_tensor_scale"}
-    return m.record("torchao NVFP4Tensor", spec, read_fields, stored_as)
+    layout = m.layout((ROWS, byte_axis(4)), _scale_axes(spec, m.require("_weight_scale").shape, swizzled))
+    return m.record("torchao NVFP4Tensor", spec, read_fields, stored_as, layout, _nvfp4)
+
+
+def _scale_axes(spec: LinearSpec, shape: tuple[int, ...], swizzled: bool) -> Axes | None:
+    """Swizzled scales are in the order of tiles, which no part of the weight has alone."""
+    return None if swizzled else scale_axes(spec, shape)
 
 
 def _has_global_scale(m: SubclassTensors, suffix: str) -> bool:

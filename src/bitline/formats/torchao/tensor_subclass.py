@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from bitline.errors import CheckpointError
 from bitline.formats.base import TensorSource
 from bitline.formats.common.module_tensors import ModuleTensors
 from bitline.formats.common.scales import FLOATS, grid_of, stored_shapes
+from bitline.formats.common.slices import COLUMNS, Axes, Layout, vector_axes
 from bitline.formats.io.json_object import parse_object
 
 _MAX_DESCRIPTION = 1 << 16  # characters
@@ -34,6 +35,12 @@ class SubclassTensors(ModuleTensors):
         if not isinstance(data, Mapping):
             raise self.error(self.codes, "the description of a weight has no _data", type(data).__name__, "an object")
         self.data: Mapping[str, Any] = data
+
+    def over(self, source: TensorSource) -> Self:
+        """See ModuleTensors. The description's shape is that of the whole weight, which has been checked."""
+        other = super().over(source)
+        other.data = {key: value for key, value in self.data.items() if key != "shape"}
+        return other
 
     # ---- attributes ------------------------------------------------------------------------------------------------------
 
@@ -90,6 +97,12 @@ class SubclassTensors(ModuleTensors):
     def has_pre_scale(self, k: int) -> bool:
         """Whether activations are multiplied by one factor per column first (AWQ, SmoothQuant)."""
         return self.has_vector(_PRE_SCALE, k, "act_pre_scale")
+
+    def layout(self, codes: Axes, scale: Axes | None) -> Layout:
+        """How the module's tensors lie along N and K, all but zero points."""
+        pre_scale = self.source.tensors.get(f"{self.name}.{_PRE_SCALE}")  # of MX and NVFP4 weights it is an unknown tensor
+        factors: Axes = () if pre_scale is None else vector_axes(COLUMNS, pre_scale.shape)
+        return {"_weight_qdata": codes, "_weight_scale": scale, _PRE_SCALE: factors}
 
     def read_pre_scale(self, k: int) -> Tensor | None:
         """These factors, [k]; None where there are none."""

@@ -1,10 +1,12 @@
-"""vLLM's CUTLASS kernels by name. vLLM ships their code with itself; here `torch._int_mm` and `torch._scaled_mm` run instead."""
+"""vLLM's CUTLASS kernels by name. vLLM ships their code with itself; here `torch._int_mm`, `torch._scaled_mm` and Bitline's
+kernels run instead."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from bitline.kernels.hopper.w4a8_linear import GluonHopperW4A8LinearKernel
 from bitline.kernels.torch.fp8 import (
     ChannelWiseTorchFP8ScaledMMLinearKernel,
     PerTensorTorchFP8ScaledMMLinearKernel,
@@ -13,7 +15,7 @@ from bitline.kernels.torch.fp8 import (
 from bitline.kernels.torch.fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel
 from bitline.kernels.torch.int8_mm import TorchInt8ScaledMMLinearKernel
 from bitline.platform import Platform
-from bitline.types import LinearSpec
+from bitline.types import LinearSpec, Verdict, no
 
 
 class CutlassInt8ScaledMMLinearKernel(TorchInt8ScaledMMLinearKernel):
@@ -55,3 +57,17 @@ class CutlassFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
 
     backend = "cutlass"
     priority = -10
+
+
+class CutlassW4A8LinearKernel(GluonHopperW4A8LinearKernel):
+    """4-bit weights and FP8 activations on Hopper: runs GluonHopperW4A8LinearKernel."""
+
+    backend = "cutlass"
+    priority = -10
+
+    @classmethod
+    def can_implement(cls, spec: LinearSpec) -> Verdict:
+        """FP8 activations."""
+        if spec.act is None or spec.act.dtype.name != "float8_e4m3fn":
+            return no("activations are not FP8", "W4AFP8")
+        return super().can_implement(spec)

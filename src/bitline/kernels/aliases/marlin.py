@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from bitline.kernels import weight_only
-from bitline.kernels.base import Kernel, Packed
+from bitline.host import without_default_device
+from bitline.kernels.aliases.weight_only import WeightOnlyAlias
+from bitline.kernels.base import Packed
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.platform import Platform
 from bitline.types import LinearSpec, Verdict, no
@@ -24,18 +23,14 @@ from bitline.weight import QuantizedWeight
 log = logging.getLogger("bitline")
 
 
-class _MarlinKernel(Kernel):
+class _MarlinKernel(WeightOnlyAlias):
     """Base of the Marlin kernels.
 
     weight_type: the only weight type. sf_vec_size: columns per block scale, 0 for any scale block. sf_dtype: the scales' dtype,
     None for any.
     """
 
-    platforms = ("cuda",)
     backend = "marlin"
-    measured = ("sm90",)
-    priority = -10
-    act_dtypes = (torch.bfloat16, torch.float16)
     weight_type: ClassVar[str]
     sf_vec_size: ClassVar[int] = 0
     sf_dtype: ClassVar[torch.dtype | None] = None
@@ -53,29 +48,7 @@ class _MarlinKernel(Kernel):
             scale = f" with {cls.sf_dtype} scales of 1x{cls.sf_vec_size} blocks" if cls.sf_vec_size else ""
             return no(f"{spec.weight} in blocks of {spec.block[0]}x{spec.block[1]} with {spec.scale_dtype} scales",
                       f"{cls.weight_type}{scale}")  # fmt: skip
-        if spec.act is not None:
-            return no(f"it computes with 16-bit activations, and the scheme's are {spec.act}", "a weight-only scheme")
-        return TritonMinifloatLinearKernel.can_implement(spec)
-
-    @classmethod
-    def pack(cls, weight: QuantizedWeight) -> Packed:
-        """As the kernel that runs on the weight's device."""
-        return weight_only.kernel_for_device(weight.spec, weight.device).pack(weight)
-
-    @classmethod
-    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """See Kernel.apply."""
-        return weight_only.kernel_for_device(spec, x.device).apply(x, packed, bias, spec)
-
-    @classmethod
-    def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
-        """The cost of the kernel that runs."""
-        return weight_only.kernel_for_platform(spec, platform).cost(spec, platform, m)
-
-    @classmethod
-    def packed_bytes(cls, spec: LinearSpec) -> int:
-        """Of the portable kernel; the Hopper kernel's differs by padding."""
-        return TritonMinifloatLinearKernel.packed_bytes(spec)
+        return super().can_implement(spec)
 
 
 class MarlinNvFp4LinearKernel(_MarlinKernel):
@@ -85,6 +58,7 @@ class MarlinNvFp4LinearKernel(_MarlinKernel):
     weight_type, sf_vec_size, sf_dtype = "float4_e2m1", 16, torch.float8_e4m3fn
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """See `_MarlinKernel.pack`."""
         _warn_weight_only()

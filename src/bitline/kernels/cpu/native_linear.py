@@ -12,8 +12,11 @@ from torch import Tensor
 from bitline import native, types
 from bitline.act_quant import fake_quantize
 from bitline.errors import BitlineError
+from bitline.expert_gate import ExpertGate
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
-from bitline.kernels.cpu import costs, packed_weight
+from bitline.kernels.cpu import costs, native_experts, packed_weight, unpack_weight
+from bitline.kernels.cpu.native_experts import DTYPE_CODES, FAILURES
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -33,6 +36,8 @@ AVX2_GROUP = 150e-12  # a group's scales, for each row of x and row of W
 AMX_DEQUANT, AMX_DEQUANT_SLOW, AMX_PER_ROW, AMX_INT8_PER_ROW = 62e-12, 170e-12, 4.8e-12, 3.4e-12
 AMX_VECTOR, AMX_VECTOR_PER_ROW, AMX_VECTOR_INT8_PER_ROW = 48e-12, 20e-12, 7e-12
 AMX_TILE_M, AMX_MIN_INT8_M = 16, 12
+# Weight-only layers of few rows there, by int8 digits of x: once, per row and digit, a group's scales per row, and splitting x.
+AMX_DIGITS, AMX_DIGITS_PER_ROW, AMX_DIGITS_GROUP, AMX_SPLIT = 25e-12, 5.7e-12, 275e-12, 4e-10
 # What does not run on tiles there: the share of the rates above at M = 256. One vdpbf16ps starts in two cycles.
 AMX_CPU_VECTORS = {BF16_RATE: 0.11, BF16_OF_8_BITS_RATE: 0.11, F32_RATE: 0.28, INT8_RATE: 0.32}
 # ARM: no machine was measured. Guesses from instruction counts at 2.6 GHz and 60 % of the peak: seconds per weight on two cores,
@@ -43,8 +48,6 @@ ARM_MIN_MATRIX_M, ARM_MAX_DIGITS_M = 4, 12
 PACK_ACTIVATIONS = 1e-10  # seconds per element of x
 CALL = 3e-6
 FAST_FEATURES = frozenset(("avx512_bf16", "avx512_vnni", "avx512_vbmi"))
-
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/gemm.h: enum Dtype
 
 # The core registers an implementation for CPU tensors (csrc/torch_op.cpp) when the first weight is packed. The one in Python
 # serves processes that pack none, such as one that runs an exported graph, and torch versions without the C functions.
@@ -62,11 +65,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, n: int) -> Tensor:
     y = x.new_empty(*x.shape[:-1], n)
     m = y.numel() // n
     failed = m and core.gemm(
-        x.data_ptr(), m, weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), _DTYPE_CODES[x.dtype]
+        x.data_ptr(), m, weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), DTYPE_CODES[x.dtype]
     )
     if failed:
-        reason = {-1: "it was packed by another version", -2: "no memory", -3: "no kernel for this level of CPU features"}[failed]
-        raise BitlineError("the native core cannot run a packed weight", found=reason)
+        raise BitlineError("the native core cannot run a packed weight", found=FAILURES[failed])
     return y
 
 
@@ -113,6 +115,7 @@ class CPUWNA16LinearKernel(Kernel):
         return YES
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """weight: uint8, see packed_weight.py; for activation schemes that the kernel does not run itself, their static scale and
         zero point too.
@@ -135,6 +138,24 @@ class CPUWNA16LinearKernel(Kernel):
         return OP(x, packed[0], bias, spec.n)
 
     @classmethod
+    def unpack(cls, packed: Sequence[Tensor], spec: LinearSpec) -> Tensor:
+        """See Kernel.unpack."""
+        return unpack_weight.unpack(packed[0], spec.act_dtype)
+
+    @classmethod
+    def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
+        """All but activation schemes that are fake-quantized by torch."""
+        return native_experts.can_experts(up, down, gate)
+
+    @classmethod
+    def apply_experts(
+        cls, x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
+        down_bias: Tensor | None, up_spec: LinearSpec, down_spec: LinearSpec, gate: ExpertGate,
+    ) -> Tensor:  # fmt: skip
+        """See Kernel.apply_experts; both projections of an expert are rounded to act_dtype, as the kernel alone rounds them."""
+        return native_experts.apply_experts(x, index, weights, up[0], up_bias, down[0], down_bias, down_spec.n, gate)
+
+    @classmethod
     def direct(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> tuple[Any, tuple[Any, ...]] | None:
         """The operator alone, unless x is fake-quantized before it."""
         return None if len(packed) > 1 else (OP, (packed[0], bias, spec.n))
@@ -151,6 +172,8 @@ class CPUWNA16LinearKernel(Kernel):
             return max(read, weights * per_weight * costs.core_scale(platform)) + extra
         if not platform.features >= FAST_FEATURES:
             return max(read, weights * _avx2_per_weight(spec, m, cls.batch_invariant) * costs.core_scale(platform)) + extra
+        if "amx" in platform.features and not cls.batch_invariant and m <= _amx_max_digits_m(spec):
+            return max(read, weights * _amx_digits_per_weight(spec, m) / platform.cores) + m * spec.k * AMX_SPLIT + extra
         if "amx" in platform.features and not cls.batch_invariant and _compute_rate(spec) != F32_RATE:
             return max(read, weights * _amx_per_weight(spec, m) / platform.cores) + m * spec.k * PACK_ACTIVATIONS + extra
         rate = _compute_rate(spec) * platform.cores
@@ -179,10 +202,14 @@ class CPUBatchInvariantLinearKernel(CPUWNA16LinearKernel):
         return 1.1 * max(super().cost(spec, platform, m), CPUWNA16LinearKernel.cost(spec, platform, m))
 
 
+def _has_integer_codes(spec: LinearSpec) -> bool:
+    """Whether codes are integers times a unit, which int8 slices multiply."""
+    return spec.weight.kind == "int" or (spec.weight.bits == 4 and spec.weight.kind == "float")
+
+
 def _avx2_per_weight(spec: LinearSpec, m: int, batch_invariant: bool) -> float:
     """Seconds per weight on two cores with AVX2; csrc/variants/gemm_plan_slices.h chooses the same way."""
-    layout, dtype = packed_weight.layout_of(spec), spec.act_dtype
-    integers = spec.weight.kind == "int" or (spec.weight.bits == 4 and spec.weight.kind == "float")
+    layout, dtype, integers = packed_weight.layout_of(spec), spec.act_dtype, _has_integer_codes(spec)
     int8 = _compute_rate(spec) == INT8_RATE
     most = 1 if layout.bits == 8 or dtype == torch.float32 else 5 if dtype == torch.bfloat16 else 3
     if batch_invariant or not integers:
@@ -203,11 +230,11 @@ def _arm_per_weight(spec: LinearSpec, platform: Platform, m: int, batch_invarian
     """Seconds per weight on two cores with NEON; csrc/variants/gemm_neon.cpp chooses the same way."""
     kind, int8 = spec.weight, _compute_rate(spec) == INT8_RATE and not batch_invariant
     matrices = platform.features >= {"i8mm", "bf16"} and m >= ARM_MIN_MATRIX_M and not batch_invariant
-    integers = kind.kind == "int" or (kind.bits == 4 and kind.kind == "float")
+    integers = _has_integer_codes(spec)
     if matrices and (int8 or _compute_rate(spec) != F32_RATE):
         once, per_row = ARM_INT8 if int8 else ARM_BF16
     elif integers and not batch_invariant and (int8 or m <= ARM_MAX_DIGITS_M):
-        digits = 1 if int8 else {torch.bfloat16: 2, torch.float16: 3}.get(spec.act_dtype, 4)
+        digits = 1 if int8 else _digits_of_x(spec)
         once, per_row = ARM_DIGITS[0], ARM_DIGITS[1] * digits
     else:
         once, per_row = ARM_F32
@@ -215,8 +242,35 @@ def _arm_per_weight(spec: LinearSpec, platform: Platform, m: int, batch_invarian
     return once + m * per_row
 
 
+def _digits_of_x(spec: LinearSpec) -> int:
+    """Int8 digits of x of a weight-only layer, where products of unsigned and signed bytes are summed in 32 bits."""
+    return {torch.bfloat16: 2, torch.float16: 3}.get(spec.act_dtype, 4)
+
+
+def _amx_max_digits_m(spec: LinearSpec) -> int:
+    """Rows up to which digits of x are multiplied with AMX; csrc/variants/gemm_amx.cpp chooses the same way."""
+    if spec.act is not None or not _has_integer_codes(spec):
+        return 0
+    layout = packed_weight.layout_of(spec)
+    bits, long_groups = layout.bits, layout.group_k >= 64
+    if spec.act_dtype == torch.bfloat16:
+        if bits == 8:
+            return 12 if long_groups else 8
+        return 4 if bits in (3, 5) else 8 if bits != 6 and 32 <= layout.group_k < 64 else 6
+    if bits in (3, 5, 6):
+        return 4 if spec.act_dtype == torch.float16 else 2
+    if spec.act_dtype == torch.float16 or bits == 8:
+        return 32 if long_groups else 4
+    return 3 if long_groups else 2
+
+
+def _amx_digits_per_weight(spec: LinearSpec, m: int) -> float:
+    """Seconds per weight and core of few rows with AMX's VNNI."""
+    return AMX_DIGITS + m * (AMX_DIGITS_PER_ROW * _digits_of_x(spec) + AMX_DIGITS_GROUP / packed_weight.layout_of(spec).group_k)
+
+
 def _amx_per_weight(spec: LinearSpec, m: int) -> float:
-    """Seconds per weight and core with AMX."""
+    """Seconds per weight and core with AMX, where digits of x are not multiplied."""
     int8 = _compute_rate(spec) == INT8_RATE
     if int8 and m < AMX_MIN_INT8_M:
         return AMX_VECTOR + m * AMX_VECTOR_INT8_PER_ROW

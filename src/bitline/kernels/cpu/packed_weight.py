@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bitline import memory, native
+from bitline.host import without_default_device
 from bitline.types import ActSpec, LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
 
@@ -27,7 +28,7 @@ MAGIC = 0x32304D4D45474C42
 HEADER_BYTES = 256
 # enum ScaleType: how scales or offsets are stored.
 F32, BF16, F16, U8, I8, E4M3, ZERO_POINT = range(1, 8)
-_STORAGE_DTYPE = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16, U8: torch.uint8, I8: torch.int8,
+STORAGE_DTYPE = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16, U8: torch.uint8, I8: torch.int8,
                   E4M3: torch.float8_e4m3fn, ZERO_POINT: torch.int8}  # fmt: skip
 _ONE_LEVEL = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float8_e8m0fnu: BF16, torch.float8_e4m3fn: BF16}
 _TWO_LEVEL = {torch.uint8: U8, torch.int8: I8, torch.float8_e4m3fn: E4M3}  # times a float32 super-block or global scale
@@ -64,8 +65,8 @@ class PackedLayout:
         return {
             "header": HEADER_BYTES,
             "codes": self.n_packed * self.k_packed * self.bits // 8,
-            "scales": scales * _STORAGE_DTYPE[self.scale_type].itemsize,
-            "offsets": scales * _STORAGE_DTYPE[self.offset_type].itemsize if self.offset_type else 0,
+            "scales": scales * STORAGE_DTYPE[self.scale_type].itemsize,
+            "offsets": scales * STORAGE_DTYPE[self.offset_type].itemsize if self.offset_type else 0,
             "super_scales": super_scales if self.scale_type in (U8, I8, E4M3) else 0,
             "super_offsets": super_scales if self.offset_type in (U8, I8, E4M3) else 0,
             "column_map": 4 * self.k_packed if self.has_column_map else 0,
@@ -120,6 +121,7 @@ def _groups_per_super_scale(spec: LinearSpec) -> int:
     return super_block[1] // spec.block[1] * _group_splits(spec) if super_block[1] % spec.block[1] == 0 else 0
 
 
+@without_default_device
 def pack(weight: QuantizedWeight, batch_invariant: bool = False) -> Tensor:
     """A weight as one uint8 tensor. batch_invariant: a row's result must not depend on M. Needs the native core."""
     spec = weight.spec
@@ -198,7 +200,7 @@ def _pack_scales(
     def write(name: str, scale_type: int, grid: Tensor, rows_per_scale: int = spec.block[0],
               row_offset: int = spec.block_offset[0], grid_columns: Tensor = scale_columns) -> None:  # fmt: skip
         """grid: on the scale grid, each row for `rows_per_scale` rows of the weight; its columns `grid_columns`."""
-        values, to = grid.to(_STORAGE_DTYPE[scale_type]).contiguous(), section(name, torch.uint8)
+        values, to = grid.to(STORAGE_DTYPE[scale_type]).contiguous(), section(name, torch.uint8)
         core.gemm_pack_scales(
             values.data_ptr(), values.shape[1], values.itemsize, spec.n, rows_per_scale, row_offset, grid_columns.data_ptr(),
             len(grid_columns), layout.n_packed, to.data_ptr(),

@@ -162,3 +162,44 @@ class WgmmaConfig(NamedTuple):
         while config.smem_bytes(scheme) > SMEM_BYTES // self.ctas_per_sm:
             config = config._replace(stages=config.stages - 1)
         return config
+
+
+class LargeMConfig(NamedTuple):
+    """A config of `scaled_large_m`, and its compile-time part: fields of `WgmmaConfig`, but for these.
+
+    tile_n: rows of W per tile, 128 or 256; a tile has 128 rows of x.
+    """
+
+    tile_n: int
+    stages: int = 8
+    num_ctas: int = 0
+    raster_group_n: int = 8
+    pingpong: bool = True
+    num_consumer_warpgroups: int = 2
+    consumer_registers: int = 232
+    producer_registers: int = 40
+    cta_m: int = 128
+    k_blocks_per_stage: int = 2
+    ctas_per_sm: int = 1
+    split_reduce: bool = False
+
+    @property
+    def n64_per_cta(self) -> int:
+        """64-row parts of W per tile."""
+        return self.tile_n // 64
+
+    def smem_bytes(self, grouped: bool, columns: bool) -> int:
+        """Shared memory of a CTA without mbarriers: the pipeline's stages, a part of y per warpgroup, scratch of the epilogue."""
+        stage = 128 * (128 + self.tile_n) + (512 if grouped else 0)
+        return self.stages * stage + 2 * 64 * 128 * 2 + (1024 if columns else 0)
+
+    def fit_stages(self, grouped: bool, columns: bool) -> LargeMConfig:
+        """The same with as many stages as fit. grouped: scales of x change along K. columns: the epilogue multiplies by or adds
+        numbers of each row of W."""
+        config = self
+        while config.smem_bytes(grouped, columns) > SMEM_BYTES:
+            config = config._replace(stages=config.stages - 1)
+        return config
+
+
+PersistentConfig = WgmmaConfig | LargeMConfig

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
-from bitline.kernels.hopper.config import MAX_FLAGS, SmallMConfig, WgmmaConfig
+from bitline.kernels.hopper.config import MAX_FLAGS, PersistentConfig, SmallMConfig, WgmmaConfig
 from bitline.kernels.hopper.scheme import DequantScheme
+
+Config = TypeVar("Config", bound=PersistentConfig)
 
 # ---- M <= 32: gemv_mma and small_m_pipelined ---------------------------------------------------------------------------
 
@@ -251,11 +253,11 @@ def stream_k_partition(num_tiles: int, stages_per_tile: int, num_ctas: int) -> t
     return ctas, num_tiles // ctas, (num_tiles % ctas) * stages_per_tile
 
 
-def _num_tiles(config: WgmmaConfig, m: int, n: int) -> int:
+def _num_tiles(config: PersistentConfig, m: int, n: int) -> int:
     return math.ceil(m / config.cta_m) * math.ceil(n / (64 * config.n64_per_cta))
 
 
-def _candidate_num_ctas(num_tiles: int, sms: int, config: WgmmaConfig) -> list[int]:
+def _candidate_num_ctas(num_tiles: int, sms: int, config: PersistentConfig) -> list[int]:
     """CTA counts worth estimating: as many as are resident, a power of two, the largest that divides the tiles, and the largest
     that gives every tile the same number of CTAs. Where one of the last two is nearly the first, no others."""
     resident = sms * config.ctas_per_sm
@@ -267,7 +269,7 @@ def _candidate_num_ctas(num_tiles: int, sms: int, config: WgmmaConfig) -> list[i
     return list(dict.fromkeys(best or (p for p in (even, same_per_tile, resident, power) if 0 < p <= MAX_FLAGS // flags + 1)))
 
 
-def _wgmma_us(config: WgmmaConfig, cost: WgmmaCost, m: int, n: int, k: int) -> float:
+def _wgmma_us(config: PersistentConfig, cost: WgmmaCost, m: int, n: int, k: int) -> float:
     """Estimated time of a launch."""
     stages_per_tile = math.ceil(k / (64 * config.k_blocks_per_stage))
     ctas, whole_tiles, stream_k_stages = stream_k_partition(_num_tiles(config, m, n), stages_per_tile, config.num_ctas)
@@ -280,20 +282,19 @@ def _wgmma_us(config: WgmmaConfig, cost: WgmmaCost, m: int, n: int, k: int) -> f
     return us + (cost.stream_k + cost.stream_k_cta * stages_per_tile * ctas / stream_k_stages)
 
 
-def cheapest_wgmma(costs: Mapping[WgmmaConfig, WgmmaCost], m: int, n: int, k: int, sms: int) -> tuple[float, WgmmaConfig]:
+def cheapest_wgmma(costs: Mapping[Config, WgmmaCost], m: int, n: int, k: int, sms: int) -> tuple[float, Config]:
     """(us, the cheapest config of a cost table with its CTA count) for x [m, k] and W [n, k] on `sms` SMs."""
     best, least = None, math.inf
     for shape, cost in costs.items():
         num_tiles = _num_tiles(shape, m, n)
-        if num_tiles > 4096 and shape.tile_m < 128:
+        if num_tiles > 4096 and shape.cta_m < 128:
             continue  # large M: small tiles read x too often, which the timings do not cover
         for num_ctas in _candidate_num_ctas(num_tiles, sms, shape):
             config = shape._replace(num_ctas=num_ctas)
             us = _wgmma_us(config, cost, m, n, k)
             if us < least:
                 best, least = config, us
-    assert best is not None
-    return least, best
+    return least, cast(Config, best)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -20,6 +20,7 @@ def gluon() -> Any:
 
     from bitline.kernels.hopper.device.gemv_mma import gemv_mma
     from bitline.kernels.hopper.device.quantize import quantize_x
+    from bitline.kernels.hopper.device.scaled_large_m import scaled_large_m
     from bitline.kernels.hopper.device.scaled_persistent import scaled_persistent
     from bitline.kernels.hopper.device.scaled_small_m import scaled_small_m
     from bitline.kernels.hopper.device.small_m_pipelined import small_m_pipelined
@@ -32,6 +33,7 @@ def gluon() -> Any:
     return SimpleNamespace(
         gemv_mma=gemv_mma, small_m_pipelined=small_m_pipelined, wgmma_persistent=wgmma_persistent,
         quantize_x=quantize_x, scaled_small_m=scaled_small_m, scaled_persistent=scaled_persistent,
+        scaled_large_m=scaled_large_m,
         TensorDescriptor=TensorDescriptor, swizzle128_bytes=shared_layout(128, 8),
         swizzle128=shared_layout(128, 16), plain32=shared_layout(0, 32), plain16=shared_layout(0, 16),
         fill_tensor_map=getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor,  # renamed in Triton 3.7
@@ -58,6 +60,7 @@ def prepare() -> None:
         found.wgmma_persistent,
         found.scaled_small_m,
         found.scaled_persistent,
+        found.scaled_large_m,
     ):
         kernel.cache_key  # noqa: B018  # hashes the source of the functions that it calls
 

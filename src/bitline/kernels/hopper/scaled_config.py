@@ -8,6 +8,7 @@ from typing import NamedTuple
 from bitline.kernels.hopper.config import SMEM_BYTES, WgmmaConfig
 
 SCALED_SMALL_M = 64  # up to here `scaled_small_m`
+WHOLE_ROW = 1 << 20  # K blocks that share a weight scale, where scales do not change along K
 PRIVATE_BYTES = 1 << 18  # up to so many of W per CTA, each CTA quantizes a single row of x for itself
 
 

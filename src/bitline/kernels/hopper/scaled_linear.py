@@ -2,41 +2,61 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline.errors import InputError
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.hopper.launch import num_sms
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.kernels.hopper.runtime import fast_empty, prepare, raw_stream
 from bitline.kernels.hopper.scaled_config import SCALED_SMALL_M, m_bucket
 from bitline.kernels.hopper.scaled_heuristics import estimated_us
-from bitline.kernels.hopper.scaled_plans import ScaledPersistentPlan, ScaledSmallMPlan
+from bitline.kernels.hopper.scaled_plans import ScaledLargeMPlan, ScaledPersistentPlan, ScaledSmallMPlan, persistent_plan
 from bitline.kernels.hopper.scaled_scheme import check_spec, scaled_scheme
+from bitline.kernels.hopper.tensor_scale import is_dynamic_per_tensor, scale_of, tensor_scale_us
+from bitline.kernels.hopper.w4a8_config import W4A8_SMALL_M
+from bitline.kernels.hopper.w4a8_plans import W4A8PersistentPlan, W4A8SmallMPlan
+from bitline.kernels.hopper.w4a8_scheme import check_w4a8, w4a8_scheme
 from bitline.kernels.integers import channel_scales, int8_codes
 from bitline.platform import Platform
-from bitline.types import LinearSpec, Verdict
+from bitline.types import LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
-Plan = ScaledSmallMPlan | ScaledPersistentPlan
+Plan = ScaledSmallMPlan | ScaledPersistentPlan | ScaledLargeMPlan | W4A8SmallMPlan | W4A8PersistentPlan
 _plans: dict[tuple[int, int, bool, int], Plan] = {}
+
+
+@functools.lru_cache(maxsize=4096)
+def small_m_limit(spec: LinearSpec) -> int:
+    """The largest M of the kernel that quantizes x inside its launch."""
+    return W4A8_SMALL_M if check_w4a8(spec) else SCALED_SMALL_M
 
 
 def plan_of(spec: LinearSpec, m: int, has_bias: bool, device: int) -> Plan:
     """The plan of a layer for M on a GPU. `spec` is identified by its id."""
-    key = (id(spec), m if m > SCALED_SMALL_M else m_bucket(m), has_bias, device)
+    key = (id(spec), m if m > small_m_limit(spec) else m_bucket(m), has_bias, device)
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) > 1 << 16:
             _plans.clear()
-        kind = ScaledSmallMPlan if m <= SCALED_SMALL_M else ScaledPersistentPlan
-        plan = _plans[key] = kind(spec, scaled_scheme(spec), m, has_bias, num_sms(device))
+        plan = _plans[key] = _new_plan(spec, m, has_bias, num_sms(device))
     return plan
+
+
+def _new_plan(spec: LinearSpec, m: int, has_bias: bool, sms: int) -> Plan:
+    """The plan of a layer of any of this package's kernels with quantized activations."""
+    small = m <= small_m_limit(spec)
+    if check_w4a8(spec):
+        return (W4A8SmallMPlan if small else W4A8PersistentPlan)(spec, w4a8_scheme(spec), m, has_bias, sms)
+    scheme = scaled_scheme(spec)
+    return ScaledSmallMPlan(spec, scheme, m, has_bias, sms) if small else persistent_plan(spec, scheme, m, has_bias, sms)
 
 
 def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
@@ -51,6 +71,8 @@ def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSp
         x = x.clone()
     if bias is not None and bias.data_ptr() % 16:
         bias = bias.clone()
+    if spec.act is not None and is_dynamic_per_tensor(spec.act):
+        packed = (*packed[:-2], scale_of(x, spec.act), packed[-1])
     return plan(x, packed, bias)
 
 
@@ -99,7 +121,7 @@ class EagerScaledLinear:
             return
         if len(self.launches) >= 256:
             self.launches.clear()
-        copies = spec.k % 8 or (bias is not None and bias.data_ptr() % 16) or (m > SCALED_SMALL_M and spec.n % 8)
+        copies = spec.k % 8 or (bias is not None and bias.data_ptr() % 16) or (m > small_m_limit(spec) and spec.n % 8)
         y_shape = (*x.shape[:-1], spec.n)
         strides = torch.empty(y_shape, device="meta").stride()
         self.launches[x.shape] = None if copies else (plan, plan.prepare(m, packed, bias), y_shape, strides)
@@ -114,7 +136,7 @@ class GluonHopperScaledMMLinearKernel(Kernel):
 
     platforms = ("cuda",)
     backend = "gluon"
-    families = ("int8", "fp8", "fp8_block")
+    families: ClassVar[tuple[str, ...]] = ("int8", "fp8", "fp8_block")
     quantizes_input = True
     priority = 20
     measured = ("sm90",)
@@ -128,9 +150,12 @@ class GluonHopperScaledMMLinearKernel(Kernel):
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:
         """E4M3 weights and activations, or integers of up to 8 bits and int8 activations; any shape."""
+        if check_w4a8(spec):
+            return no("4-bit weights", "GluonHopperW4A8LinearKernel")
         return check_spec(spec)
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """weight: codes E4M3 or int8 in the input's column order, in contiguous blocks of 64 x 128 with zero
         padding, [blocks * 64, 128]. scale: float32 [row blocks, column
@@ -165,13 +190,14 @@ class GluonHopperScaledMMLinearKernel(Kernel):
     @classmethod
     def eager(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> EagerScaledLinear | None:
         """See Kernel.eager."""
-        eager = EagerScaledLinear(packed, bias, spec) if packed[0].is_cuda else None
+        eager = EagerScaledLinear(packed, bias, spec) if packed[0].is_cuda and not is_dynamic_per_tensor(spec.act) else None
         return eager if eager and eager.empty else None
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
         """Fitted to times measured on an H200."""
-        return 1e-6 * estimated_us(m, spec.n, spec.k, scaled_scheme(spec), cls.packed_bytes(spec))
+        us = estimated_us(m, spec.n, spec.k, scaled_scheme(spec), cls.packed_bytes(spec))
+        return 1e-6 * (us + tensor_scale_us(spec, m))
 
     @classmethod
     def packed_bytes(cls, spec: LinearSpec) -> int:

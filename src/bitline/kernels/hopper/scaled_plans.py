@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from bitline.kernels.hopper import runtime
-from bitline.kernels.hopper.config import WgmmaConfig
+from bitline.kernels.hopper.config import LargeMConfig, PersistentConfig, WgmmaConfig
 from bitline.kernels.hopper.heuristics import stream_k_partition
 from bitline.kernels.hopper.runtime import Binary, TypedPointer, remember, tensor_map
 from bitline.kernels.hopper.scaled_config import (
+    WHOLE_ROW,
     ScaledSmallMConfig,
     fit_scaled_stages,
     scaled_small_m_config,
@@ -45,20 +46,19 @@ class Space:
         )
 
 
-class _ScaledPlan:
-    """What both kernels share: y, the layer's tensors as arguments, and tensor maps by address."""
+class LaunchPlan:
+    """What the kernels with 8-bit activations share: the binary, y, and tensor maps by address."""
 
     kernel_name: str
 
-    def __init__(self, spec: LinearSpec, scheme: ScaledScheme, has_bias: bool) -> None:
-        self.spec, self.scheme = spec, scheme  # the spec is kept alive, so that its id is not used again
-        self.traits = scheme.with_bias(has_bias)
+    def __init__(self, spec: LinearSpec, traits: Any, num_k_blocks: int) -> None:
+        self.spec = spec  # kept alive, so that its id is not used again
+        self.traits, self.num_k_blocks = traits, num_k_blocks
         self.k8 = -(-spec.k // 8)
-        self.num_k_blocks = -(-scheme.columns // K_BLOCK)
-        self.scale_columns = spec.grid[1]
         self.empty = runtime.fast_empty()
         self.binary: Binary | None = None
         self.constants: tuple[Any, ...] = ()
+        self.options = {"num_warps": 4, "launch_pdl": True}
         self.maps: dict[Any, Maps] = {}
 
     def find_binary(self, device: int) -> Binary | None:
@@ -72,6 +72,101 @@ class _ScaledPlan:
         y: Tensor = self.empty(shape, (shape[1], 1), x.dtype) if self.empty else x.new_empty(shape)
         return y
 
+    def prepare(self, m: int, packed: Sequence[Tensor], bias: Tensor | None) -> tuple[Any, ...]:
+        """The arguments of a launch that depend on neither x, y nor the workspace."""
+        raise NotImplementedError
+
+    def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
+        """Launch."""
+        raise NotImplementedError
+
+
+class OneLaunchPlan(LaunchPlan):
+    """A launch that quantizes x itself, in a workspace. `prepare` gives the maps of W, and all arguments after the flags."""
+
+    space: Space
+    workspace_size: int
+    num_ctas: int
+
+    def x_maps(self, address: int) -> Maps:
+        """The launcher's arguments for what is loaded of x in a workspace."""
+        raise NotImplementedError
+
+    def _compile(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, stream: int) -> None:
+        """Compile, and run for this call."""
+        raise NotImplementedError
+
+    def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
+        """Launch."""
+        weight_map, tail = prepared
+        space, flags = workspace(x, self.workspace_size, stream)
+        base = space if isinstance(space, int) else space.data_ptr()
+        binary, at = self.binary, self.space
+        assert binary is not None
+        binary(
+            self.num_ctas, stream,
+            (*self.x_maps(base), *weight_map, x.data_ptr(), y.data_ptr(), base, base + at.scale, base + at.zero, flags, *tail),
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """y [M, N]; x [M, 8 * k8], aligned to 16 bytes."""
+        m = x.shape[0]
+        y = self.new_y(x, (m, self.spec.n))
+        stream = runtime.raw_stream(x.get_device())
+        if self.find_binary(x.get_device()) is None:
+            self._compile(x, packed, bias, y, stream)
+        else:
+            self.run(x, self.prepare(m, packed, bias), y, stream)
+        return y
+
+
+class QuantizedFirstPlan(LaunchPlan):
+    """Launches of `quantize_x` and a persistent kernel, for one M."""
+
+    space: Space
+    quantize: QuantizePlan
+    workspace_size: int
+    y_shape: tuple[int, int]
+
+    def _compile(
+        self, space: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, partials: Any, flags: Any
+    ) -> None:  # fmt: skip
+        """Compile, and run for this call."""
+        raise NotImplementedError
+
+    def find_binary(self, device: int) -> Binary | None:
+        """The binary, or None before both kernels are compiled."""
+        quantize = self.quantize.binary or self.quantize.find_binary(self.spec.act_dtype, device)
+        return super().find_binary(device) if quantize else None
+
+    def new_space(self, x: Tensor) -> Tensor:
+        """Memory for the quantized x."""
+        size = self.space.bytes
+        space: Tensor = self.empty((size,), (1,), torch.uint8) if self.empty else x.new_empty(size, dtype=torch.uint8)
+        return space
+
+    def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """y [M, N]; x [M, 8 * k8], aligned to 16 bytes."""
+        y = self.new_y(x, self.y_shape)
+        stream = runtime.raw_stream(x.get_device())
+        if self.find_binary(x.get_device()) is None:
+            space = self.new_space(x)
+            static_scale, static_zero = packed[-2:]
+            self.quantize(x, space.data_ptr(), static_scale, static_zero, stream)
+            partials, flags = workspace(x, self.workspace_size, stream) if self.workspace_size else (0, 0)
+            self._compile(space, packed, bias, y, partials, flags)
+        else:
+            self.run(x, self.prepare(x.shape[0], packed, bias), y, stream)
+        return y if self.y_shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
+
+
+class _ScaledPlan(LaunchPlan):
+    """What the kernels with 8-bit weights share."""
+
+    def __init__(self, spec: LinearSpec, scheme: ScaledScheme, has_bias: bool) -> None:
+        super().__init__(spec, scheme.with_bias(has_bias), -(-scheme.columns // K_BLOCK))
+        self.scheme, self.scale_columns = scheme, spec.grid[1]
+
     def weight_map(self, weight: Tensor, map_format: tuple[Any, ...]) -> Maps:
         """The launcher's arguments for W, shared by all M."""
         assert self.binary is not None
@@ -79,7 +174,7 @@ class _ScaledPlan:
         return maps.get(key) or remember(maps, key, tensor_map(*key, K_BLOCK, map_format))
 
 
-class ScaledSmallMPlan(_ScaledPlan):
+class ScaledSmallMPlan(OneLaunchPlan, _ScaledPlan):
     """A launch of `scaled_small_m`, for M of 1, or up to 8, 16, 32 or 64."""
 
     kernel_name = "scaled_small_m"
@@ -95,7 +190,6 @@ class ScaledSmallMPlan(_ScaledPlan):
         self.workspace_size = -(-self.space.bytes // 4)
         self.act = scheme.act._replace(columns=scheme.act.at_once) if c.private else scheme.act
         self.constants = (self.traits, self.act, c)
-        self.options = {"num_warps": 4, "launch_pdl": True}
 
     def sizes(self, m: int) -> tuple[Any, ...]:
         """The scalar arguments of x [m, K]."""
@@ -131,29 +225,6 @@ class ScaledSmallMPlan(_ScaledPlan):
         )  # fmt: skip
         return self.weight_map(weight, self.binary.map_formats[-1]), (*pointers, *self.sizes(m), *self.constants)
 
-    def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
-        """Launch."""
-        weight_map, tail = prepared
-        space, flags = workspace(x, self.workspace_size, stream)
-        base = space if isinstance(space, int) else space.data_ptr()
-        binary, at = self.binary, self.space
-        assert binary is not None
-        binary(
-            self.num_ctas, stream,
-            (*self.x_maps(base), *weight_map, x.data_ptr(), y.data_ptr(), base, base + at.scale, base + at.zero, flags, *tail),
-        )  # fmt: skip
-
-    def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """y [M, N]; x [M, 8 * k8], aligned to 16 bytes."""
-        m = x.shape[0]
-        y = self.new_y(x, (m, self.spec.n))
-        stream = runtime.raw_stream(x.get_device())
-        if self.find_binary(x.get_device()) is None:
-            self._compile(x, packed, bias, y, stream)
-        else:
-            self.run(x, self.prepare(m, packed, bias), y, stream)
-        return y
-
     def _compile(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, stream: int) -> None:
         """Compile, and run for this call."""
         gluon, c = runtime.gluon(), self.config
@@ -177,48 +248,59 @@ class ScaledSmallMPlan(_ScaledPlan):
 class QuantizePlan:
     """A launch of `quantize_x`, for one M."""
 
-    def __init__(self, scheme: ScaledScheme, m: int, k8: int, space: Space) -> None:
+    def __init__(self, scheme: ScaledScheme, m: int, k8: int, space: Space, fragment_order: bool = True) -> None:
         parts = scheme.parts(m, 1)
         self.scheme, self.space, self.units = scheme, space, m * parts
         self.sizes = (parts, k8, scheme.columns // 16, space.stride, scheme.limit)
         token = scheme.act.granularity == "token"
         columns = scheme.act.at_once if token else scheme.act.columns
-        self.constants = (scheme.act._replace(columns=columns, fragment_order=True),)
+        self.constants = (scheme.act._replace(columns=columns, fragment_order=fragment_order),)
         self.binary: Binary | None = None
+
+    def find_binary(self, dtype: torch.dtype, device: int) -> Binary | None:
+        """The binary, or None before the first call."""
+        if self.binary is None:
+            self.binary = runtime.binaries.get(("quantize_x", self.constants, dtype, device))
+        return self.binary
+
+    def prepare(self, static_scale: Tensor, static_zero: Tensor) -> tuple[Any, ...]:
+        """The arguments after those that `run` fills in."""
+        return (static_scale.data_ptr(), static_zero.data_ptr(), *self.sizes, *self.constants)
+
+    def run(self, x_address: int, base: int, prepared: tuple[Any, ...], stream: int) -> None:
+        """Quantize x into the space at an address."""
+        binary, at = self.binary, self.space
+        assert binary is not None
+        binary(self.units, stream, (x_address, base, base + at.scale, base + at.zero, *prepared))
+
+    def compile(self, x: Tensor, base: int, static_scale: Tensor, static_zero: Tensor) -> None:
+        """Compile, and run for this call."""
+        at = self.space
+        args = (
+            x, TypedPointer(base, "i8"), TypedPointer(base + at.scale, "fp32"), TypedPointer(base + at.zero, "i32"),
+            static_scale, TypedPointer(static_zero, "i32"), *self.sizes,
+        )  # fmt: skip
+        runtime.binaries["quantize_x", self.constants, x.dtype, x.get_device()] = runtime.compile_and_run(
+            runtime.gluon().quantize_x, self.units, args, self.constants, {"num_warps": 4, "launch_pdl": True}
+        )
 
     def __call__(self, x: Tensor, base: int, static_scale: Tensor, static_zero: Tensor, stream: int) -> None:
         """Quantize x into the space at an address."""
-        key = ("quantize_x", self.constants, x.dtype, x.get_device())
-        binary = self.binary or runtime.binaries.get(key)
-        at = self.space
-        if binary is None:
-            args = (
-                x, TypedPointer(base, "i8"), TypedPointer(base + at.scale, "fp32"), TypedPointer(base + at.zero, "i32"),
-                static_scale, TypedPointer(static_zero, "i32"), *self.sizes,
-            )  # fmt: skip
-            runtime.binaries[key] = runtime.compile_and_run(
-                runtime.gluon().quantize_x, self.units, args, self.constants, {"num_warps": 4, "launch_pdl": True}
-            )
-            return
-        self.binary = binary
-        pointers = (x.data_ptr(), base, base + at.scale, base + at.zero, static_scale.data_ptr(), static_zero.data_ptr())
-        binary(self.units, stream, (*pointers, *self.sizes, *self.constants))
+        if self.find_binary(x.dtype, x.get_device()) is None:
+            self.compile(x, base, static_scale, static_zero)
+        else:
+            self.run(x.data_ptr(), base, self.prepare(static_scale, static_zero), stream)
 
 
-class ScaledPersistentPlan(_ScaledPlan):
-    """Launches of `quantize_x` and `scaled_persistent`, for one M."""
+class _ScaledQuantizedFirstPlan(QuantizedFirstPlan, _ScaledPlan):
+    """What both persistent kernels share."""
 
-    kernel_name = "scaled_persistent"
+    fragment_order: bool  # of the scales of x, see `device.quantize.scale_position`
 
-    def __init__(
-        self, spec: LinearSpec, scheme: ScaledScheme, m: int, has_bias: bool, sms: int, config: WgmmaConfig | None = None
-    ) -> None:
+    def __init__(self, spec: LinearSpec, scheme: ScaledScheme, m: int, has_bias: bool, c: PersistentConfig, traits: Any) -> None:
         super().__init__(spec, scheme, has_bias)
-        c = self.config = fit_scaled_stages(
-            config or scaled_persistent_config(m, spec.n, spec.k, scheme, sms), scheme.traits.scaled_in_groups
-        )
         self.space = Space(scheme, m, 16)
-        self.quantize = QuantizePlan(scheme, m, self.k8, self.space)
+        self.quantize = QuantizePlan(scheme, m, self.k8, self.space, self.fragment_order)
         tiles_m, tiles_n = -(-m // c.cta_m), -(-spec.n // (64 * c.n64_per_cta))
         ctas, whole_tiles, stream_k_stages = stream_k_partition(tiles_m * tiles_n, self.num_k_blocks, c.num_ctas)
         self.num_ctas = ctas
@@ -227,96 +309,165 @@ class ScaledPersistentPlan(_ScaledPlan):
             m, spec.n, scheme.block_rows, scheme.row_offset, self.scale_columns, self.num_k_blocks, tiles_m, tiles_n, ctas,
             whole_tiles, stream_k_stages,
         )  # fmt: skip
-        self.constants = (self.traits, wgmma_traits(c, 0))
+        self.constants = (self.traits, traits)
         self.tail = (*self.sizes, *self.constants)
-        self.options = {"num_warps": 4, "launch_pdl": True}
         self.y_shape = (m, -(-spec.n // 8) * 8)
 
-    def x_maps(self, address: int) -> Maps:
+    def new_x_maps(self, address: int) -> Maps:
         """The launcher's arguments for codes and scales of x at an address."""
-        found = self.maps.get(address)
-        if found is None:
-            assert self.binary is not None
-            formats, space, s, extra = list(self.binary.map_formats), self.space, self.scheme, self.config.tile_m_extra
-            parts: list[Any] = []
-            for present in (True, extra > 0):
-                parts += tensor_map(address, space.rows, s.columns, formats.pop(0)) if present else (0,)
-            for present in (self.traits.scaled_in_groups, self.traits.scaled_in_groups and extra > 0):
-                parts += tensor_map(address + space.scale, space.groups, space.stride, formats.pop(0)) if present else (0,)
-            found = remember(self.maps, address, tuple(parts))
-        return found
+        raise NotImplementedError
 
-    def y_maps(self, address: int) -> Maps:
+    def new_y_maps(self, address: int) -> Maps:
         """The launcher's arguments for y at an address."""
-        found = self.maps.get(-address)
-        if found is None:
-            assert self.binary is not None
-            extra = self.config.tile_m_extra
-            formats = self.binary.map_formats[-2:] if extra else self.binary.map_formats[-1:]
-            parts = tensor_map(address, *self.y_shape, formats[0])
-            parts = (*parts, *(tensor_map(address, *self.y_shape, formats[1]) if extra else (0,)))
-            found = remember(self.maps, -address, parts)
-        return found
+        raise NotImplementedError
+
+    def weight_format(self) -> tuple[Any, ...]:
+        """The format of the weight's tensor map."""
+        raise NotImplementedError
+
+    def descriptors(self, codes: Tensor, x_scales: Tensor, weight: Tensor, y: Tensor, absent: Tensor) -> tuple[Any, ...]:
+        """The kernel's first arguments, for the call that compiles. absent: for what a config lacks."""
+        raise NotImplementedError
 
     def prepare(self, _m: int, packed: Sequence[Tensor], bias: Tensor | None) -> tuple[Any, ...]:
         """The arguments of the launches that depend on neither x, y nor the workspace."""
         weight, scale, colsum, static_scale, static_zero = packed
-        assert self.binary is not None
-        weight_format = self.binary.map_formats[-3 if self.config.tile_m_extra else -2]
         pointers = (scale.data_ptr(), colsum.data_ptr(), 0 if bias is None else bias.data_ptr())
-        return self.weight_map(weight, weight_format), (*pointers, *self.tail), static_scale, static_zero
-
-    def _quantize(self, x: Tensor, static_scale: Tensor, static_zero: Tensor, stream: int) -> Tensor:
-        """Memory with the quantized x."""
-        size = self.space.bytes
-        space: Tensor = self.empty((size,), (1,), torch.uint8) if self.empty else x.new_empty(size, dtype=torch.uint8)
-        self.quantize(x, space.data_ptr(), static_scale, static_zero, stream)
-        return space
+        weight_map = self.weight_map(weight, self.weight_format())
+        return weight_map, (*pointers, *self.tail), self.quantize.prepare(static_scale, static_zero)
 
     def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
         """Launch both kernels."""
-        weight_map, tail, static_scale, static_zero = prepared
-        space = self._quantize(x, static_scale, static_zero, stream)
-        base = space.data_ptr()
+        weight_map, tail, quantize_tail = prepared
+        space = self.new_space(x)
+        base, y_address = space.data_ptr(), y.data_ptr()
+        self.quantize.run(x.data_ptr(), base, quantize_tail, stream)
         partials, flags = workspace(x, self.workspace_size, stream) if self.workspace_size else (0, 0)
-        binary, at = self.binary, self.space
+        binary, at, maps = self.binary, self.space, self.maps
         assert binary is not None
-        maps = (*self.x_maps(base), *weight_map, *self.y_maps(y.data_ptr()))
-        binary(self.num_ctas, stream, (*maps, partials, flags, base + at.scale, base + at.zero, *tail))
-
-    def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """y [M, N]; x [M, 8 * k8], aligned to 16 bytes."""
-        y = self.new_y(x, self.y_shape)
-        stream = runtime.raw_stream(x.get_device())
-        if self.find_binary(x.get_device()) is None:
-            space = self._quantize(x, packed[3], packed[4], stream)
-            partials, flags = workspace(x, self.workspace_size, stream) if self.workspace_size else (0, 0)
-            self._compile(space, packed, bias, y, partials, flags)
-        else:
-            self.run(x, self.prepare(x.shape[0], packed, bias), y, stream)
-        return y if self.y_shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
+        x_maps = maps.get(base) or remember(maps, base, self.new_x_maps(base))
+        y_maps = maps.get(-y_address) or remember(maps, -y_address, self.new_y_maps(y_address))
+        pointers = (partials, flags, base + at.scale, base + at.zero)
+        binary(self.num_ctas, stream, (*x_maps, *weight_map, *y_maps, *pointers, *tail))
 
     def _compile(
         self, space: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, partials: Any, flags: Any
     ) -> None:
         """Compile, and run for this call."""
-        gluon, c, s, at = runtime.gluon(), self.config, self.scheme, self.space
+        s, at = self.scheme, self.space
         weight, scale, colsum, _static_scale, _static_zero = packed
         codes = space[: at.rows * s.columns].view(weight.dtype).view(at.rows, s.columns)
         x_scales = space[at.scale : at.scale + s.groups * at.stride * 4].view(torch.float32).view(s.groups, at.stride)
-        descriptor, extra, grouped = gluon.TensorDescriptor.from_tensor, c.tile_m_extra, self.traits.scaled_in_groups
         args = (
-            descriptor(codes, [c.tile_m, 128], gluon.swizzle128_bytes),
-            descriptor(codes, [extra, 128], gluon.swizzle128_bytes) if extra else scale,
-            descriptor(x_scales, [1, c.tile_m], gluon.plain32) if grouped else scale,
-            descriptor(x_scales, [1, extra], gluon.plain32) if grouped and extra else scale,
-            descriptor(weight, [64, 128], gluon.swizzle128_bytes),
-            descriptor(y, [c.tile_m, 64], gluon.swizzle128), descriptor(y, [extra, 64], gluon.swizzle128) if extra else scale,
+            *self.descriptors(codes, x_scales, weight, y, scale),
             TypedPointer(partials, "fp32"), TypedPointer(flags, "i32"), TypedPointer(space.data_ptr() + at.scale, "fp32"),
             TypedPointer(space.data_ptr() + at.zero, "i32"), scale, TypedPointer(colsum, "i32"), y if bias is None else bias,
             *self.sizes,
         )  # fmt: skip
         key = (self.kernel_name, self.constants, y.get_device())
-        runtime.binaries[key] = runtime.compile_and_run(
-            gluon.scaled_persistent, self.num_ctas, args, self.constants, self.options
+        kernel = getattr(runtime.gluon(), self.kernel_name)
+        runtime.binaries[key] = runtime.compile_and_run(kernel, self.num_ctas, args, self.constants, self.options)
+
+
+class ScaledPersistentPlan(_ScaledQuantizedFirstPlan):
+    """`scaled_persistent`, for one M."""
+
+    kernel_name = "scaled_persistent"
+    fragment_order = True
+
+    def __init__(self, spec: LinearSpec, scheme: ScaledScheme, m: int, has_bias: bool, config: WgmmaConfig) -> None:
+        self.config = fit_scaled_stages(config, scheme.traits.scaled_in_groups)
+        super().__init__(spec, scheme, m, has_bias, self.config, wgmma_traits(self.config, 0))
+
+    def new_x_maps(self, address: int) -> Maps:
+        """See `_ScaledQuantizedFirstPlan`."""
+        assert self.binary is not None
+        formats, space, s, extra = list(self.binary.map_formats), self.space, self.scheme, self.config.tile_m_extra
+        parts: list[Any] = []
+        for present in (True, extra > 0):
+            parts += tensor_map(address, space.rows, s.columns, formats.pop(0)) if present else (0,)
+        for present in (self.traits.scaled_in_groups, self.traits.scaled_in_groups and extra > 0):
+            parts += tensor_map(address + space.scale, space.groups, space.stride, formats.pop(0)) if present else (0,)
+        return tuple(parts)
+
+    def new_y_maps(self, address: int) -> Maps:
+        """See `_ScaledQuantizedFirstPlan`."""
+        assert self.binary is not None
+        extra = self.config.tile_m_extra
+        formats = self.binary.map_formats[-2:] if extra else self.binary.map_formats[-1:]
+        return (
+            *tensor_map(address, *self.y_shape, formats[0]),
+            *(tensor_map(address, *self.y_shape, formats[1]) if extra else (0,)),
         )
+
+    def weight_format(self) -> tuple[Any, ...]:
+        """See `_ScaledQuantizedFirstPlan`."""
+        assert self.binary is not None
+        return self.binary.map_formats[-3 if self.config.tile_m_extra else -2]
+
+    def descriptors(self, codes: Tensor, x_scales: Tensor, weight: Tensor, y: Tensor, absent: Tensor) -> tuple[Any, ...]:
+        """See `_ScaledQuantizedFirstPlan`."""
+        gluon, c = runtime.gluon(), self.config
+        descriptor, extra, grouped = gluon.TensorDescriptor.from_tensor, c.tile_m_extra, self.traits.scaled_in_groups
+        return (
+            descriptor(codes, [c.tile_m, 128], gluon.swizzle128_bytes),
+            descriptor(codes, [extra, 128], gluon.swizzle128_bytes) if extra else absent,
+            descriptor(x_scales, [1, c.tile_m], gluon.plain32) if grouped else absent,
+            descriptor(x_scales, [1, extra], gluon.plain32) if grouped and extra else absent,
+            descriptor(weight, [64, 128], gluon.swizzle128_bytes),
+            descriptor(y, [c.tile_m, 64], gluon.swizzle128),
+            descriptor(y, [extra, 64], gluon.swizzle128) if extra else absent,
+        )
+
+
+class ScaledLargeMPlan(_ScaledQuantizedFirstPlan):
+    """`scaled_large_m`, for one M."""
+
+    kernel_name = "scaled_large_m"
+    fragment_order = False
+
+    def __init__(self, spec: LinearSpec, scheme: ScaledScheme, m: int, has_bias: bool, config: LargeMConfig) -> None:
+        traits = scheme.traits
+        columns = has_bias or traits.k_blocks_per_weight_scale == WHOLE_ROW
+        self.config = config.fit_stages(traits.scaled_in_groups, columns)
+        super().__init__(spec, scheme, m, has_bias, self.config, self.config._replace(num_ctas=0))
+
+    def new_x_maps(self, address: int) -> Maps:
+        """See `_ScaledQuantizedFirstPlan`."""
+        assert self.binary is not None
+        formats, space = self.binary.map_formats, self.space
+        codes = tensor_map(address, space.rows, self.scheme.columns, formats[0])
+        if not self.traits.scaled_in_groups:
+            return (*codes, 0)
+        return (*codes, *tensor_map(address + space.scale, space.groups, space.stride, formats[1]))
+
+    def new_y_maps(self, address: int) -> Maps:
+        """See `_ScaledQuantizedFirstPlan`."""
+        assert self.binary is not None
+        return tensor_map(address, *self.y_shape, self.binary.map_formats[-1])
+
+    def weight_format(self) -> tuple[Any, ...]:
+        """See `_ScaledQuantizedFirstPlan`."""
+        assert self.binary is not None
+        return self.binary.map_formats[-2]
+
+    def descriptors(self, codes: Tensor, x_scales: Tensor, weight: Tensor, y: Tensor, absent: Tensor) -> tuple[Any, ...]:
+        """See `_ScaledQuantizedFirstPlan`."""
+        gluon = runtime.gluon()
+        descriptor = gluon.TensorDescriptor.from_tensor
+        return (
+            descriptor(codes, [64, 128], gluon.swizzle128_bytes),
+            descriptor(x_scales, [1, 128], gluon.plain32) if self.traits.scaled_in_groups else absent,
+            descriptor(weight, [64, 128], gluon.swizzle128_bytes),
+            descriptor(y, [64, 128], gluon.swizzle128),
+        )
+
+
+def persistent_plan(
+    spec: LinearSpec, scheme: ScaledScheme, m: int, has_bias: bool, sms: int, config: PersistentConfig | None = None
+) -> ScaledPersistentPlan | ScaledLargeMPlan:
+    """The plan of a layer for an M above SCALED_SMALL_M; config: the cheapest by default."""
+    config = config or scaled_persistent_config(m, spec.n, spec.k, scheme, sms)
+    kind: Any = ScaledLargeMPlan if isinstance(config, LargeMConfig) else ScaledPersistentPlan
+    plan: ScaledPersistentPlan | ScaledLargeMPlan = kind(spec, scheme, m, has_bias, config)
+    return plan

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from bitline.kernels.hopper.scaled_config import WHOLE_ROW
 from bitline.kernels.integers import fits_int8
 from bitline.types import YES, ActSpec, LinearSpec, Verdict, no
 
@@ -74,6 +75,11 @@ class ScaledScheme(NamedTuple):
         """The traits of a call."""
         return self.traits._replace(has_bias=has_bias)
 
+    @property
+    def one_scale_per_128_rows(self) -> bool:
+        """Whether 128 rows of W from a multiple of 128 on share their scale, or weight scales do not change along K."""
+        return self.traits.k_blocks_per_weight_scale == WHOLE_ROW or self.block_rows % 128 == self.row_offset % 128 == 0
+
     def parts(self, m: int, ctas: int, columns: int = COLUMNS) -> int:
         """Parts of a row of x [m, K] that `ctas` CTAs quantize; each reads the whole row where the scale is a token's."""
         chunks = -(-self.columns // columns)
@@ -87,10 +93,8 @@ def check_spec(spec: LinearSpec) -> Verdict:
         return no("the scheme does not quantize activations", "GluonHopperLinearKernel")
     if act.dtype.name not in ("float8_e4m3fn", "int8"):
         return no(f"activations of {act.dtype}", "float8_e4m3fn or int8 activations")
-    if act.dynamic and act.granularity == "tensor":
-        return no(
-            "a dynamic scale of the whole input needs a pass over it before the launch", "a scale per token, or a static one"
-        )
+    if act.dynamic and act.granularity == "tensor" and not act.symmetric:
+        return no("a dynamic scale and zero point of the whole input", "a symmetric scheme, or a scale per token")
     if spec.zero != "none" or spec.ragged:
         return no("weights with zero points, or scale blocks of unequal size", "a symmetric weight")
     return _check_fp8(spec, act) if act.dtype.kind == "float" else _check_int8(spec, act)
@@ -132,7 +136,7 @@ def scaled_scheme(spec: LinearSpec) -> ScaledScheme:
     asymmetric = not act.symmetric and not fp8
     columns = -(-spec.k // 16) * 16
     block_rows, offset = (spec.block[0], spec.block_offset[0]) if fp8 else (1, 0)
-    per_scale = spec.block[1] // K_BLOCK if spec.block[1] < spec.k else 1 << 20
+    per_scale = spec.block[1] // K_BLOCK if spec.block[1] < spec.k else WHOLE_ROW
     one_scale = block_rows + offset >= spec.n + 64 or (block_rows % 64 == 0 and offset % 64 == 0)
     return ScaledScheme(
         ActTraits(

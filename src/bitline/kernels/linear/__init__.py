@@ -13,12 +13,15 @@ from bitline.protocol.choosing import (
     choose_linear_kernel,
     choose_mp_linear_kernel,
     choose_scaled_mm_linear_kernel,
+    fp8_scaled_mm_is_batch_invariant,
     init_fp8_linear_kernel,
     init_int8_linear_kernel,
     init_linear_kernel,
     init_mxfp4_linear_kernel,
+    init_mxfp6_linear_kernel,
     init_mxfp8_linear_kernel,
     init_nvfp4_linear_kernel,
+    init_wfp8_a16_linear_kernel,
     is_supported_and_can_implement_kernel,
     register_linear_kernel,
 )
@@ -28,16 +31,23 @@ from bitline.protocol.config import (
     Int8ScaledMMLinearLayerConfig,
     MPLinearLayerConfig,
     MxFp4LinearLayerConfig,
+    MxFp6LinearLayerConfig,
     Mxfp8LinearLayerConfig,
     NvFp4LinearLayerConfig,
     QuantKey,
     ScaleDesc,
+    ScaledMMLinearLayerConfig,
     kFp8Dynamic128Sym,
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
     kFp8Static128BlockSym,
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
+    kMxfp4Dynamic,
+    kMxfp6E2M3Dynamic,
+    kMxfp6E2M3Static,
+    kMxfp6E3M2Dynamic,
+    kMxfp6E3M2Static,
 )
 from bitline.protocol.layer_kernel import (
     Fp8BlockScaledDynamicMMLinearKernel,
@@ -46,8 +56,10 @@ from bitline.protocol.layer_kernel import (
     LinearKernel,
     MPLinearKernel,
     MxFp4LinearKernel,
+    MxFp6LinearKernel,
     Mxfp8LinearKernel,
     NvFp4LinearKernel,
+    ScaledMMLinearKernel,
 )
 from bitline.protocol.parameters import (
     BitlineParameter,
@@ -106,6 +118,8 @@ __all__ = [
     "ModelWeightParameter",
     "MxFp4LinearKernel",
     "MxFp4LinearLayerConfig",
+    "MxFp6LinearKernel",
+    "MxFp6LinearLayerConfig",
     "Mxfp8LinearKernel",
     "Mxfp8LinearLayerConfig",
     "NvFp4LinearKernel",
@@ -116,6 +130,8 @@ __all__ = [
     "RowParameter",
     "ScalarType",
     "ScaleDesc",
+    "ScaledMMLinearKernel",
+    "ScaledMMLinearLayerConfig",
     "choose_linear_kernel",
     "choose_mp_linear_kernel",
     "choose_scaled_mm_linear_kernel",
@@ -124,13 +140,16 @@ __all__ = [
     "float6_e3m2",
     "float8_e4m3fn",
     "float8_e5m2",
+    "fp8_scaled_mm_is_batch_invariant",
     "get_ark_state",
     "init_fp8_linear_kernel",
     "init_int8_linear_kernel",
     "init_linear_kernel",
     "init_mxfp4_linear_kernel",
+    "init_mxfp6_linear_kernel",
     "init_mxfp8_linear_kernel",
     "init_nvfp4_linear_kernel",
+    "init_wfp8_a16_linear_kernel",
     "int4",
     "int8",
     "is_supported_and_can_implement_kernel",
@@ -140,6 +159,11 @@ __all__ = [
     "kFp8Static128BlockSym",
     "kFp8StaticChannelSym",
     "kFp8StaticTensorSym",
+    "kMxfp4Dynamic",
+    "kMxfp6E2M3Dynamic",
+    "kMxfp6E2M3Static",
+    "kMxfp6E3M2Dynamic",
+    "kMxfp6E3M2Static",
     "permute_param_layout_",
     "register_linear_kernel",
     "uint2",
@@ -159,11 +183,16 @@ __all__ = [
 ]  # fmt: skip
 
 
+# Names of vLLM that differ from ours in capitals alone.
+_SPELLINGS = {"EmulationMxfp4LinearKernel": "EmulationMxFp4LinearKernel", "TorchMxFp8LinearKernel": "TorchMxfp8LinearKernel"}
+
+
 def __getattr__(name: str) -> Any:
+    name = _SPELLINGS.get(name, name)
     if any(entry.name == name for entry in registry.entries()):
         return protocol_class_by_name(name)
     raise AttributeError(f"module 'bitline.kernels.linear' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *(entry.name for entry in registry.entries())]
+    return [*__all__, *_SPELLINGS, *(entry.name for entry in registry.entries())]

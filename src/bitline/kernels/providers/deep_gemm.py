@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from bitline.errors import InputError
+from bitline.host import without_default_device
 from bitline.kernels.base import Packed, roofline
 from bitline.kernels.providers.common import installed
-from bitline.kernels.torch.fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel, quantize_for_blocks
+from bitline.kernels.torch.fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel
 from bitline.platform import PACKAGES, Platform, installed_packages
 from bitline.types import LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -49,21 +50,19 @@ class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
         return installed(platform, "deep_gemm")
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """See BlockWiseTorchFP8ScaledMMLinearKernel.pack."""
         _deep_gemm()
         return super().pack(weight)
 
     @classmethod
-    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """See Kernel.apply."""
+    def _multiply(
+        cls, a: Tensor, a_scale: Tensor, m: int, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See BlockWiseTorchFP8ScaledMMLinearKernel._multiply."""
         codes, scale = packed
-        m, k = x.shape[0], codes.shape[1]
-        if m == 0:
-            return x.new_empty(0, spec.n)
-        assert spec.act is not None
-        a, a_scale = quantize_for_blocks(x, spec.act, k)
-        y = x.new_empty(a.shape[0], codes.shape[0])
+        y = torch.empty(a.shape[0], codes.shape[0], dtype=spec.act_dtype, device=a.device)
         _deep_gemm()((a, a_scale), (codes, scale), y, disable_ue8m0_cast=True)
         return _unpad(y, m, bias, spec)
 
@@ -93,23 +92,21 @@ class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLin
         return installed(platform, "flashinfer")
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """See BlockWiseTorchFP8ScaledMMLinearKernel.pack; both kernels take it."""
         _flashinfer()
         return super().pack(weight)
 
     @classmethod
-    def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """See Kernel.apply."""
-        codes, scale = packed
-        if x.shape[0] == 0:
-            return x.new_empty(0, spec.n)
-        if x.shape[0] >= _SMALL_M:
-            return _large_m_kernel(installed_packages()).apply(x, packed, bias, spec)
-        assert spec.act is not None
-        a, a_scale = quantize_for_blocks(x, spec.act, codes.shape[1])
-        y = _flashinfer()(a, codes, a_scale, scale, out_dtype=torch.bfloat16)
-        return _unpad(y, x.shape[0], bias, spec)
+    def _multiply(
+        cls, a: Tensor, a_scale: Tensor, m: int, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See BlockWiseTorchFP8ScaledMMLinearKernel._multiply."""
+        if m >= _SMALL_M:
+            return _large_m_kernel(installed_packages())._multiply(a, a_scale, m, packed, bias, spec)
+        y = _flashinfer()(a, packed[0], a_scale, packed[1], out_dtype=torch.bfloat16)
+        return _unpad(y, m, bias, spec)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:

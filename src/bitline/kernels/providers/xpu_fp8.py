@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline.act_quant import quantize_groups, quantize_input
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.microscaled import MXFP8, MicroscaledKernel, quantize_microscaled
 from bitline.kernels.providers.common import installed
@@ -58,6 +59,7 @@ class XPUFP8ScaledMMLinearKernel(Kernel):
         return YES
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes float8_e4m3fn [N, K], passed as its transposed view; scale float32 [N, 1] or [K / 128, N / 128]; input_scale [1]
         and perm int32 [K], or empty."""
@@ -104,6 +106,7 @@ class XPUMxFp8LinearKernel(MicroscaledKernel):
     platforms = ("xpu",)
     backend = "xpu"
     families = ("mxfp8",)
+    takes_quantized_input = False
     fmt = MXFP8
     pad_n, pad_k = 1, 32
 

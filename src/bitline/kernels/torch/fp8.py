@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.triton.act_quant import quantize_padded
 from bitline.platform import Platform
+from bitline.quantized_input import pad_codes
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
@@ -30,6 +32,7 @@ class _TorchFP8Kernel(Kernel):
     backend = "torch"
     families = ("fp8",)
     quantizes_input = True
+    takes_quantized_input = True
     measured = ("sm90",)
     # No float32: FP8 tensor cores accumulate with fewer bits than a float32 output promises.
     act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
@@ -65,6 +68,7 @@ class _TorchFP8Kernel(Kernel):
         raise NotImplementedError
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes float8_e4m3fn [N', K'] in the input's column order, scale float32 [N'], input_scale float32 [1, 1] or empty.
 
@@ -94,13 +98,31 @@ class _TorchFP8Kernel(Kernel):
         m = x.shape[0]
         if m == 0:
             return x.new_empty(0, spec.n)
-        codes, scale, static = packed
-        fnuz = codes.dtype == torch.float8_e4m3fnuz
-        a, a_scale = _quantize(x, spec, static, codes.shape[1], max(m, cls.min_m), fused=not fnuz)
-        a, a_scale = (to_fnuz(a), 2 * a_scale) if fnuz else (a, a_scale)
+        codes, _scale, static = packed
+        assert spec.act is not None
+        a, a_scale, _zero = quantize_padded(x, spec.act, max(m, cls.min_m), codes.shape[1], static)
+        return cls._multiply(a, a_scale.view(-1, 1), packed, bias, spec)[:m].contiguous()
+
+    @classmethod
+    def apply_quantized(
+        cls, codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See Kernel.apply_quantized."""
+        m, rows = codes.shape[0], max(codes.shape[0], cls.min_m)
+        a = pad_codes(codes, rows, packed[0].shape[1])
+        per_token = spec.act is not None and spec.act.granularity == "token"
+        a_scale = pad(scales, (0, rows - m), value=1.0) if per_token else scales
+        return cls._multiply(a, a_scale.view(-1, 1), packed, bias, spec)[:m].contiguous()
+
+    @classmethod
+    def _multiply(cls, a: Tensor, a_scale: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """E4M3 codes [M', K'] with scales [M', 1] or [1, 1] times the packed weight: [M', N] in act_dtype."""
+        codes, scale, _static = packed
+        if codes.dtype == torch.float8_e4m3fnuz:
+            a, a_scale = to_fnuz(a), 2 * a_scale
         if bias is not None and codes.shape[0] != spec.n:
             bias = pad(bias, (0, codes.shape[0] - spec.n))
-        return cls._scaled_mm(a, a_scale, codes, scale, bias, x.dtype)[:m, : spec.n].contiguous()
+        return cls._scaled_mm(a, a_scale, codes, scale, bias, spec.act_dtype)[:, : spec.n]
 
     @classmethod
     def _scaled_mm(cls, a: Tensor, a_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -136,6 +158,14 @@ class PerTensorTorchFP8ScaledMMLinearKernel(_TorchFP8Kernel):
     @classmethod
     def _scaled_mm(cls, a: Tensor, a_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return torch._scaled_mm(a, w.t(), a_scale.reshape(()), scale[0].reshape(()), bias=bias, out_dtype=dtype)
+
+
+class ROCmFP8ScaledMMLinearKernel(PerTensorTorchFP8ScaledMMLinearKernel):
+    """PerTensorTorchFP8ScaledMMLinearKernel (hipBLASLt) under the name of vLLM's kernel for AMD GPUs."""
+
+    platforms = ("rocm",)
+    backend = "rocm"
+    priority = -10
 
 
 class RowWiseTorchFP8ScaledMMLinearKernel(_TorchFP8Kernel):
@@ -204,12 +234,3 @@ def _uses_fnuz(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is None:
         return False
     return str(torch.cuda.get_device_properties(device).gcnArchName).startswith("gfx942")
-
-
-def _quantize(
-    x: Tensor, spec: LinearSpec, static: Tensor, k_padded: int, m_padded: int, *, fused: bool = True
-) -> tuple[Tensor, Tensor]:
-    """x [M, K] to FP8 codes [m_padded, k_padded], zero-padded, and scales float32 [m_padded, 1] or [1, 1]."""
-    assert spec.act is not None
-    codes, scale, _zero = quantize_padded(x, spec.act, m_padded, k_padded, static, fused=fused)
-    return codes, scale.view(-1, 1)

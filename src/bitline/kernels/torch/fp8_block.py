@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.triton.act_quant import quantize_groups_padded
 from bitline.platform import Platform
+from bitline.quantized_input import pad_codes
 from bitline.types import YES, ActSpec, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
@@ -25,6 +27,7 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
     backend = "torch"
     families = ("fp8_block",)
     quantizes_input = True
+    takes_quantized_input = True
     measured: ClassVar[tuple[str, ...]] = ("sm90",)
     act_dtypes = (torch.bfloat16,)
 
@@ -52,6 +55,7 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
         return YES
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes float8_e4m3fn [N', K'] in whole blocks, starting with the first row's block; scale float32 [N' / 128, K' / 128].
 
@@ -71,16 +75,32 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """See Kernel.apply."""
-        codes, scale = packed
-        m, k = x.shape[0], codes.shape[1]
+        m = x.shape[0]
         if m == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        a, a_scale = quantize_for_blocks(x, spec.act, k)
-        dtype = x.dtype if bias is None else torch.float32  # a bias is added before the one rounding
+        return cls._multiply(*quantize_for_blocks(x, spec.act, packed[0].shape[1]), m, packed, bias, spec)
+
+    @classmethod
+    def apply_quantized(
+        cls, codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See Kernel.apply_quantized."""
+        m, k = codes.shape[0], packed[0].shape[1]
+        rows, groups = m + -m % 4, k // _BLOCK
+        a_scale = pad(scales, (0, groups - scales.shape[1], 0, rows - m), value=1.0)
+        return cls._multiply(pad_codes(codes, rows, k), a_scale.t().contiguous().t(), m, packed, bias, spec)
+
+    @classmethod
+    def _multiply(
+        cls, a: Tensor, a_scale: Tensor, m: int, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """Codes and scales as `quantize_for_blocks` gives them times the packed weight: [M, N]."""
+        codes, scale = packed
+        dtype = spec.act_dtype if bias is None else torch.float32  # a bias is added before the one rounding
         y = torch._scaled_mm(a, codes.t(), a_scale, scale.t(), out_dtype=dtype)
         y = y[:m, spec.block_offset[0] : spec.block_offset[0] + spec.n]
-        return y.contiguous() if bias is None else (y + bias).to(x.dtype)
+        return y.contiguous() if bias is None else (y + bias).to(spec.act_dtype)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline.act_quant import fake_quantize
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
@@ -54,6 +55,7 @@ class TorchInt8PackLinearKernel(Kernel):
         return per_channel_only(spec)
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes int8 [N, K'], K padded to 16 since the operator reads past the end of shorter rows; scale bfloat16 [N]."""
         codes = int8_codes(weight)
@@ -82,6 +84,11 @@ class TorchInt8PackLinearKernel(Kernel):
             return _dequantize_then_matmul(x, codes, scale, bias)
         y = torch.ops.aten._weight_int8pack_mm(x, codes, scale)
         return y if bias is None else y.add_(bias)
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Tensor], spec: LinearSpec) -> Tensor:
+        """See Kernel.unpack."""
+        return (packed[0][:, : spec.k] * packed[1].float().unsqueeze(1)).to(spec.act_dtype)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
 from bitline.kernels.triton.act_quant import quantize_padded
 from bitline.platform import Platform, cpu_features
+from bitline.quantized_input import pad_codes
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
@@ -35,6 +37,7 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     families = ("int8",)
     quantizes_input = True
+    takes_quantized_input = True
     measured = ("sm90",)
 
     @classmethod
@@ -62,6 +65,7 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
         return per_channel_only(spec)
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes int8 [N', K'], padded to multiples of 8; scale float32 [N]; colsum int32 [N] for asymmetric activations."""
         spec, device = weight.spec, weight.device
@@ -81,23 +85,18 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
     @classmethod
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """See Kernel.apply."""
-        codes, scale, colsum, input_scale, input_zero = packed
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
         assert spec.act is not None
-        q, x_scale, zero = quantize_padded(x, spec.act, x.shape[0], codes.shape[1], input_scale, input_zero)
-        x_scale, zero = x_scale.view(-1, 1), None if zero is None else zero.view(-1, 1)
-        y = x.new_empty(x.shape[0], spec.n)
-        bias32 = None if bias is None else bias.float()
-        tile_m, tile_n = _output_tile(y.shape[0], codes.shape[0], x.device.type)
-        for r, c in itertools.product(range(0, y.shape[0], tile_m), range(0, spec.n, tile_n)):
-            rows, columns = slice(r, r + tile_m), slice(c, min(c + tile_n, spec.n))
-            acc = _int_mm(q[rows], codes[c : c + tile_n])[:, : columns.stop - c]
-            if zero is not None:
-                acc = acc - (zero if zero.shape[0] == 1 else zero[rows]) * colsum[columns]
-            out = (acc * (x_scale if x_scale.shape[0] == 1 else x_scale[rows])).mul_(scale[columns])
-            y[rows, columns] = out if bias32 is None else out.add_(bias32[columns])
-        return y
+        q, x_scale, zero = quantize_padded(x, spec.act, x.shape[0], packed[0].shape[1], *packed[3:])
+        return _multiply(q, x_scale, zero, packed, bias, spec)
+
+    @classmethod
+    def apply_quantized(
+        cls, codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See Kernel.apply_quantized."""
+        return _multiply(pad_codes(codes, 0, packed[0].shape[1]), scales, zero, packed, bias, spec)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:
@@ -114,6 +113,25 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
     def packed_bytes(cls, spec: LinearSpec) -> int:
         """One byte per weight and four per channel."""
         return (spec.n + -spec.n % ALIGN) * (spec.k + -spec.k % ALIGN) + 4 * spec.n
+
+
+def _multiply(
+    q: Tensor, x_scale: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+) -> Tensor:
+    """Codes int8 [M, K'] with scales and zero points [M] or [1] times the packed weight: [M, N] in act_dtype."""
+    codes, scale, colsum, *_static = packed
+    x_scale, zero = x_scale.view(-1, 1), None if zero is None else zero.view(-1, 1)
+    y = torch.empty(q.shape[0], spec.n, dtype=spec.act_dtype, device=q.device)
+    bias32 = None if bias is None else bias.float()
+    tile_m, tile_n = _output_tile(y.shape[0], codes.shape[0], q.device.type)
+    for r, c in itertools.product(range(0, y.shape[0], tile_m), range(0, spec.n, tile_n)):
+        rows, columns = slice(r, r + tile_m), slice(c, min(c + tile_n, spec.n))
+        acc = _int_mm(q[rows], codes[c : c + tile_n])[:, : columns.stop - c]
+        if zero is not None:
+            acc = acc - (zero if zero.shape[0] == 1 else zero[rows]) * colsum[columns]
+        out = (acc * (x_scale if x_scale.shape[0] == 1 else x_scale[rows])).mul_(scale[columns])
+        y[rows, columns] = out if bias32 is None else out.add_(bias32[columns])
+    return y
 
 
 def _output_tile(m: int, n: int, device: str) -> tuple[int, int]:

@@ -41,6 +41,13 @@ class CutlassNvFp4LinearKernel(_TorchMicroscaledKernel):
         )  # fmt: skip
 
 
+class TorchNvFp4LinearKernel(CutlassNvFp4LinearKernel):
+    """CutlassNvFp4LinearKernel under the name of vLLM's kernel on `torch._scaled_mm`."""
+
+    backend = "torch"
+    priority = -10
+
+
 class TorchMxfp8LinearKernel(_TorchMicroscaledKernel):
     """MXFP8 by cuBLASLt through torch, with float32 output that is rounded once."""
 

@@ -1,121 +1,205 @@
-"""Fused activation quantization on GPUs: one Triton launch, bit for bit what `bitline.act_quant` computes."""
+"""Fused activation quantization on GPUs: one Triton launch, bit for bit what `bitline.act_quant` computes.
+
+The RMSNorm or the gated SiLU before it is part of the launch where the caller asks for it (`Source`).
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import math
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, silu
 
 from bitline import env
-from bitline.act_quant import mx_exponent, quantize_groups, quantize_input
+from bitline.act_quant import quantize_groups, quantize_input
+from bitline.quantized_input import code_dtype, pad_codes, scale_columns
 from bitline.types import ActSpec
 
-_MIN_SCALE = torch.finfo(torch.float32).eps
+MIN_SCALE = torch.finfo(torch.float32).eps
+_OCP_FP8_AMD = ("gfx950", "gfx1200", "gfx1201")
+
+
+class Source(NamedTuple):
+    """What is quantized, [M, K] of the dtype of x: x, its RMSNorm, or silu(x) * other; rounded as transformers' modules do.
+
+    x: [M, K], columns contiguous. other: the norm's weight [K], or the factor [M, K] of a gated SiLU. residual: [M, K], added to
+    x first. epsilon: of the norm.
+    """
+
+    x: Tensor
+    kind: Literal["plain", "rms_norm", "silu_mul"] = "plain"
+    other: Tensor | None = None
+    residual: Tensor | None = None
+    epsilon: float = 0.0
+
+    def unfused(self) -> tuple[Tensor, Tensor | None]:
+        """The values [M, K] by torch's operators, and the sum of x and residual where there is one."""
+        total = None if self.residual is None else self.x + self.residual
+        x = self.x if total is None else total
+        if self.kind == "rms_norm":
+            assert self.other is not None
+            values = x.float()
+            values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.epsilon)
+            return self.other * values.to(x.dtype), total
+        return (x if self.other is None else silu(x) * self.other), total
+
+
+class Quantized(NamedTuple):
+    """codes int8 or FP8 [m_padded, k_padded]; scale float32 and zero int32 (or None) [m_padded], [1] or [m_padded, groups];
+    residual: the sum that was quantized, or None."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    residual: Tensor | None = None
+
+
+class QuantizeConfig(NamedTuple):
+    """Compile-time part of a launch of `device.act_quant`.
+
+    source: see `Source`. has_residual: one is added first. static: the scale is given. fp8: codes are E4M3, else int8.
+    asymmetric: the scheme computes zero points. has_zero: there are any. e8m0_scale: scales are powers of two. groups,
+    group_size: the tile of a program, and the columns that share a scale. divisor: what amax, or max - min, is divided by.
+    native_fp8: the device converts to OCP FP8. corrected_quotient: divide by a reciprocal and a correction; the interpreter's
+    fma rounds twice.
+    """
+
+    source: str
+    has_residual: bool
+    static: bool
+    fp8: bool
+    asymmetric: bool
+    has_zero: bool
+    e8m0_scale: bool
+    groups: int
+    group_size: int
+    divisor: float
+    min_scale: float
+    native_fp8: bool
+    corrected_quotient: bool
 
 
 def quantize_padded(
-    x: Tensor, act: ActSpec, m_padded: int, k_padded: int, scale: Tensor | None = None, zero: Tensor | None = None,
-    *, fused: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, act: ActSpec, m_padded: int, k_padded: int, scale: Tensor | None = None, zero: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize x [M, K] per token or per tensor into zero-padded codes.
 
-    scale, zero: of a static scheme; None or empty otherwise. fused: False where the device's FP8 is not OCP E4M3.
+    scale, zero: of a static scheme; None or empty otherwise.
     Returns codes int8 or FP8 [m_padded, k_padded], scale float32 [m_padded] or [1], zero int32 of the scale's shape or None.
     """
-    static = None if scale is None or scale.numel() == 0 else scale.float().reshape(1)
-    static_zero = None if zero is None or zero.numel() == 0 or act.symmetric else zero.to(torch.int32).reshape(1)
-    kind = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}.get(act.dtype.name)
-    if not fused or kind is None or not _use_triton(x) or (act.dynamic and act.granularity != "token"):
-        return _quantize_by_torch(x, act, m_padded, k_padded, static, static_zero)
-    codes = torch.empty(m_padded, k_padded, dtype=kind, device=x.device)
-    if act.dynamic:
-        return codes, *_quantize_per_token(x, act, codes)
-    if static is None:
-        raise ValueError("a static activation scheme needs its scale")
-    _device_code().quantize_static_kernel[(m_padded,)](
-        x, codes, static, static if static_zero is None else static_zero, *x.shape, k_padded,
-        IS_FP8=kind != torch.int8, HAS_ZERO=static_zero is not None, **_launch_options(k_padded),
-    )  # fmt: skip
-    return codes, static, static_zero
-
-
-def _quantize_by_torch(
-    x: Tensor, act: ActSpec, m_padded: int, k_padded: int, static: Tensor | None, static_zero: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    m, k = x.shape
-    codes, scale, zero = quantize_input(x, act, static, static_zero)
-    if codes.shape != (m_padded, k_padded):
-        codes = pad(codes.view(torch.uint8), (0, k_padded - k, 0, m_padded - m)).view(codes.dtype)
-    if act.granularity == "token" and m_padded > m:
-        scale = pad(scale, (0, 0, 0, m_padded - m), value=1.0)
-        zero = None if zero is None else pad(zero, (0, 0, 0, m_padded - m))
-    return codes, scale.reshape(-1), None if zero is None else zero.reshape(-1)
-
-
-def _quantize_per_token(x: Tensor, act: ActSpec, codes: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Fill `codes` and return scale [m_padded] and zero [m_padded] or None, of a dynamic per-token scheme."""
-    (m, k), (m_padded, k_padded) = x.shape, codes.shape
-    scale = torch.empty(m_padded, dtype=torch.float32, device=x.device)
-    zero = None if act.symmetric else torch.empty(m_padded, dtype=torch.int32, device=x.device)
-    limit, options = act.limit or math.inf, _launch_options(k_padded)
-    if codes.dtype == torch.int8:
-        _device_code().quantize_int8_per_token_kernel[(m_padded,)](
-            x, codes, scale, scale if zero is None else zero, m, k, k_padded, limit,
-            ASYMMETRIC=zero is not None, MIN_SCALE=_MIN_SCALE, **options,
-        )  # fmt: skip
-    else:
-        _device_code().quantize_fp8_per_token_kernel[(m_padded,)](
-            x, codes, scale, m, k, k_padded, limit, MIN_SCALE=_MIN_SCALE, **options
-        )
-    return scale, zero
-
-
-def _launch_options(k_padded: int) -> dict[str, Any]:
-    return {"BLOCK_SIZE_K": min(4096, max(256, 1 << (k_padded - 1).bit_length())), "num_warps": 8}
+    return quantize_fused(Source(x), act, m_padded, k_padded, scale, zero)[:3]
 
 
 def quantize_groups_padded(
     x: Tensor, act: ActSpec, m_padded: int, k_padded: int, *, m_major_scales: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantize x [M, K] to FP8 in groups of `act.group_size` columns of a row, into zero-padded codes.
+    """Quantize x [M, K] in groups of `act.group_size` columns of a row, into zero-padded codes.
 
     m_major_scales: store the scales of one group for all rows contiguously, as cuBLASLt and DeepGEMM read them.
     Returns codes float8_e4m3fn [m_padded, k_padded] and scale float32 [m_padded, groups].
     """
-    (m, k), group = x.shape, act.group_size
-    groups = -(-k_padded // group)
-    if not _use_triton(x) or group & (group - 1):
-        padded = pad(x, (0, groups * group - k, 0, m_padded - m))
-        codes, scale = _quantize_e8m0(padded.float(), act) if act.scale == "e8m0" else quantize_groups(padded, act)[:2]
-        if codes.shape[1] != k_padded:
-            codes = codes.view(torch.uint8)[:, :k_padded].contiguous().view(codes.dtype)
-        return codes, scale.t().contiguous().t() if m_major_scales else scale
-    codes = torch.empty(m_padded, k_padded, dtype=torch.float8_e4m3fn, device=x.device)
-    shape = (groups, m_padded) if m_major_scales else (m_padded, groups)
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    scale = scale.t() if m_major_scales else scale
-    groups_per_program = max(1, 2048 // group)
-    _device_code().quantize_fp8_per_group_kernel[(m_padded, -(-groups // groups_per_program))](
-        x, codes, scale, m, k, k_padded, groups, *scale.stride(), act.limit or math.inf,
-        E8M0_SCALE=act.scale == "e8m0", MIN_SCALE=_MIN_SCALE, GROUP_SIZE=group, GROUPS_PER_PROGRAM=groups_per_program,
-        num_warps=4,
+    return quantize_fused(Source(x), act, m_padded, k_padded, m_major_scales=m_major_scales)[:2]
+
+
+def quantize_fused(
+    source: Source, act: ActSpec, m_padded: int, k_padded: int, scale: Tensor | None = None, zero: Tensor | None = None,
+    *, m_major_scales: bool = False,
+) -> Quantized:  # fmt: skip
+    """Quantize in one launch where the device code has the scheme, else by torch's operators.
+
+    scale, zero: of a static scheme; None or empty otherwise. m_major_scales: as for `quantize_groups_padded`.
+    """
+    static = None if scale is None or scale.numel() == 0 else scale.float().reshape(1)
+    static_zero = None if zero is None or zero.numel() == 0 or act.symmetric else zero.to(torch.int32).reshape(1)
+    if act.dynamic:
+        static = static_zero = None
+    elif static is None:
+        raise ValueError("a static activation scheme needs its scale")
+    if not _is_fused(source.x, act):
+        return _quantize_by_torch(source, act, m_padded, k_padded, static, static_zero, m_major_scales)
+    return _launch(source, act, m_padded, k_padded, static, static_zero, m_major_scales)
+
+
+def _is_fused(x: Tensor, act: ActSpec) -> bool:
+    """Whether the device code has the scheme: no scale of the whole input, and groups of a power of two."""
+    whole_input = act.dynamic and act.granularity == "tensor"
+    return code_dtype(act) is not None and not whole_input and not act.group_size & (act.group_size - 1) and _use_triton(x)
+
+
+def _quantize_by_torch(
+    source: Source, act: ActSpec, m_padded: int, k_padded: int, static: Tensor | None, static_zero: Tensor | None, m_major: bool
+) -> Quantized:
+    x, total = source.unfused()
+    m, k = x.shape
+    if act.granularity == "group":
+        columns = -(-k_padded // act.group_size) * act.group_size
+        codes, scale, zero = quantize_groups(pad(x, (0, columns - k, 0, m_padded - m)), act)
+        codes = codes[:, :k_padded].contiguous()
+        return Quantized(codes, scale.t().contiguous().t() if m_major else scale, zero, total)
+    codes, scale, zero = quantize_input(x, act, static, static_zero)
+    codes = pad_codes(codes, m_padded, k_padded)
+    if act.granularity == "token" and m_padded > m:
+        scale = pad(scale, (0, 0, 0, m_padded - m), value=1.0)
+        zero = None if zero is None else pad(zero, (0, 0, 0, m_padded - m))
+    return Quantized(codes, scale.reshape(-1), None if zero is None else zero.reshape(-1), total)
+
+
+def _launch(
+    source: Source, act: ActSpec, m_padded: int, k_padded: int, static: Tensor | None, static_zero: Tensor | None, m_major: bool
+) -> Quantized:
+    x, other, residual = source.x, source.other, source.residual
+    (m, k), device = x.shape, x.device
+    config = quantize_config(
+        act, source.kind, k_padded, has_residual=residual is not None, has_static_zero=static_zero is not None,
+        native_fp8=_converts_to_fp8(device), interpreted=_interpreted(),
     )  # fmt: skip
-    return codes, scale
+    groups, columns = scale_columns(act, k_padded), config.groups * config.group_size
+    codes = torch.empty(m_padded, k_padded, dtype=code_dtype(act), device=device)
+    scale = torch.empty((groups, m_padded) if m_major else (m_padded, groups), device=device) if static is None else static
+    stride_m, stride_group = (1, m_padded) if m_major else (groups, 1)
+    zero = torch.empty_like(scale, dtype=torch.int32) if config.asymmetric else static_zero
+    total = None if residual is None else torch.empty(m, k, dtype=x.dtype, device=device)
+    _device_code().quantize_kernel[(m_padded, -(-k_padded // columns))](
+        x, x if other is None else other, x if residual is None else residual, x if total is None else total,
+        codes.view(torch.uint8), scale, scale if zero is None else zero, m, k, k_padded, groups,
+        x.stride(0), 0 if other is None else other.stride(0), 0 if residual is None else residual.stride(0),
+        stride_m, stride_group,
+        source.epsilon, act.limit or math.inf, config=config, num_warps=num_warps(columns),
+    )  # fmt: skip
+    if act.granularity != "group":
+        return Quantized(codes, scale.view(-1), None if zero is None else zero.view(-1), total)
+    return Quantized(codes, scale.t() if m_major else scale, zero, total)
 
 
-def _quantize_e8m0(x: Tensor, act: ActSpec) -> tuple[Tensor, Tensor]:
-    """x float32 [M, K], K a multiple of the group size, to FP8 codes and power-of-two scales float32 [M, groups]."""
-    groups = x.unflatten(1, (-1, act.group_size))
-    amax = groups.abs().amax(-1, keepdim=True)
-    power = torch.ldexp(torch.ones_like(amax), mx_exponent(amax, act.dtype.max()).clamp(-127, 127))
-    scale = torch.where(amax > 0, power, torch.ones_like(amax))
-    codes = (groups / scale).clamp_(-448, 448).to(torch.float8_e4m3fn)
-    return codes.flatten(1), scale.squeeze(-1)
+def quantize_config(
+    act: ActSpec, source: str, k_padded: int, *, has_residual: bool, has_static_zero: bool, native_fp8: bool,
+    interpreted: bool = False,
+) -> QuantizeConfig:  # fmt: skip
+    """The configuration of a launch: a program has the whole row where it has to see it, else 2048 columns.
+
+    has_static_zero: a static scheme comes with a zero point. native_fp8, interpreted: of the device.
+    """
+    fp8, row = act.dtype.kind == "float", 1 << (k_padded - 1).bit_length()
+    asymmetric = act.dynamic and not act.symmetric and not fp8
+    if act.granularity == "group":
+        group_size = act.group_size
+        groups = max(1, (row if source == "rms_norm" else min(row, 2048)) // group_size)
+    else:
+        whole_row = act.dynamic or source == "rms_norm"
+        groups, group_size = 1, max(256, row if whole_row else min(row, 2048))
+    return QuantizeConfig(
+        source, has_residual, not act.dynamic, fp8, asymmetric, asymmetric or has_static_zero, act.scale == "e8m0", groups,
+        group_size, act.dtype.max() if fp8 else 255.0 if asymmetric else 127.5, MIN_SCALE, native_fp8, not interpreted,
+    )  # fmt: skip
+
+
+def num_warps(columns: int) -> int:
+    """Warps of a program: 16 to 32 columns a thread, which are 2 to 4 loads of 16 bytes."""
+    return max(1, min(16, columns // 512 if columns < 8192 else columns // 1024))
 
 
 def _use_triton(x: Tensor) -> bool:
@@ -125,6 +209,21 @@ def _use_triton(x: Tensor) -> bool:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None and not env.triton_interpret()
+
+
+@functools.cache
+def _interpreted() -> bool:
+    return env.triton_interpret()
+
+
+@functools.cache
+def _converts_to_fp8(device: torch.device) -> bool:
+    """Whether Triton converts to OCP E4M3 by an instruction of the GPU."""
+    if device.type != "cuda" or _interpreted():
+        return False
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0] in _OCP_FP8_AMD
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline import bitstream, types
+from bitline.host import without_default_device
 from bitline.kernels.base import Packed
 from bitline.types import LinearSpec, ScalarType
 from bitline.weight import QuantizedWeight
@@ -117,6 +118,7 @@ def _sf_vec_size(spec: LinearSpec, code: ScalarType) -> int:
     return 16 if spec.ragged or columns % _MIN_GROUP else 0
 
 
+@without_default_device
 def pack(weight: QuantizedWeight) -> Packed:
     """codes int32 [k_blocks, N, 16]; scale, zero, offset [groups, N]; aux; perm int32 [packed K]. Absent ones are empty.
 

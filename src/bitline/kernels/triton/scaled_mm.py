@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes
 from bitline.kernels.providers.common import triton_available
 from bitline.kernels.triton.act_quant import quantize_groups_padded, quantize_padded
 from bitline.kernels.triton.launch import interpreted
 from bitline.platform import Platform
+from bitline.quantized_input import pad_codes
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
 
@@ -29,6 +31,7 @@ class _TritonScaledMM(Kernel):
     platforms = ("cuda", "rocm", "xpu", "cpu")
     backend = "triton"
     quantizes_input = True
+    takes_quantized_input = True
     priority = 5
     measured = ("sm90",)
     rate: ClassVar[str] = "int8"
@@ -90,6 +93,7 @@ class TritonInt8ScaledMMLinearKernel(_TritonScaledMM):
         return YES
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes int8 [N, K'] in the input's column order, K' a multiple of 16; scale float32 [N]; colsum int32 [N]; a static
         scheme's input_scale and input_zero. Absent ones are empty."""
@@ -113,7 +117,15 @@ class TritonInt8ScaledMMLinearKernel(_TritonScaledMM):
             return x.new_empty(0, spec.n)
         assert spec.act is not None
         q, x_scale, zero = quantize_padded(x, spec.act, m, k, static, static_zero)
-        return _launch(q, codes, x_scale, scale, zero, colsum, bias, spec, x.dtype)
+        return _launch(q, codes, x_scale, scale, zero, colsum, bias, spec)
+
+    @classmethod
+    def apply_quantized(
+        cls, codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See Kernel.apply_quantized."""
+        weight, scale, colsum, *_static = packed
+        return _launch(pad_codes(codes, 0, weight.shape[1]), weight, scales, scale, zero, colsum, bias, spec)
 
 
 class TritonFp8BlockScaledMMKernel(_TritonScaledMM):
@@ -157,6 +169,7 @@ class TritonFp8BlockScaledMMKernel(_TritonScaledMM):
         return (0.8, 0.35) if _scale_interval(spec) >= 64 else (0.25, 0.115)
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes float8_e4m3fn [N, K'], K' a multiple of 16; scale float32 [row blocks, column blocks]."""
         k = weight.spec.k
@@ -171,7 +184,15 @@ class TritonFp8BlockScaledMMKernel(_TritonScaledMM):
             return x.new_empty(0, spec.n)
         assert spec.act is not None
         q, x_scale = quantize_groups_padded(x, spec.act, x.shape[0], codes.shape[1])
-        return _launch(q, codes, x_scale, scale, None, scale, bias, spec, x.dtype)
+        return _launch(q, codes, x_scale, scale, None, scale, bias, spec)
+
+    @classmethod
+    def apply_quantized(
+        cls, codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See Kernel.apply_quantized."""
+        weight, scale = packed
+        return _launch(pad_codes(codes, 0, weight.shape[1]), weight, scales, scale, None, scale, bias, spec)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -186,11 +207,11 @@ def _scale_interval(spec: LinearSpec) -> int:
 
 def _launch(
     q: Tensor, codes: Tensor, x_scale: Tensor, scale: Tensor, zero: Tensor | None, colsum: Tensor, bias: Tensor | None,
-    spec: LinearSpec, dtype: torch.dtype,
+    spec: LinearSpec,
 ) -> Tensor:  # fmt: skip
     (m, k), n = q.shape, spec.n
     # The interpreter does not round bfloat16 to nearest and has no FP8 or int8 matmul.
-    y = torch.empty(m, n, dtype=torch.float32 if interpreted() else dtype, device=q.device)
+    y = torch.empty(m, n, dtype=torch.float32 if interpreted() else spec.act_dtype, device=q.device)
     act = spec.act
     assert act is not None
     grouped = act.granularity == "group"
@@ -209,7 +230,7 @@ def _launch(
         BLOCK_SIZE_M=config.tile_m, BLOCK_SIZE_N=config.tile_n, BLOCK_SIZE_K=config.tile_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return y.to(dtype)
+    return y.to(spec.act_dtype)
 
 
 class TileConfig(NamedTuple):

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from bitline.expert_gate import ExpertGate
+from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, matmul_rate
 from bitline.kernels.providers.common import triton_available
-from bitline.kernels.triton import layout
+from bitline.kernels.triton import experts, layout
 from bitline.kernels.triton.heuristics import max_fused_m
 from bitline.kernels.triton.launch import run
 from bitline.platform import Platform
@@ -26,6 +28,7 @@ class TritonWeightOnlyKernel(Kernel):
     platforms = ("cuda", "rocm", "xpu", "cpu")
     backend = "triton"
     priority = 10
+    experts_unproven = True
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
@@ -43,6 +46,7 @@ class TritonWeightOnlyKernel(Kernel):
         return YES
 
     @classmethod
+    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """See `layout.pack`."""
         return layout.pack(weight)
@@ -51,6 +55,19 @@ class TritonWeightOnlyKernel(Kernel):
     def apply(cls, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """See Kernel.apply."""
         return run(x, packed, bias, spec)
+
+    @classmethod
+    def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
+        """See Kernel.can_experts."""
+        return experts.can_experts(up, down, gate)
+
+    @classmethod
+    def apply_experts(
+        cls, x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
+        down_bias: Tensor | None, up_spec: LinearSpec, down_spec: LinearSpec, gate: ExpertGate,
+    ) -> Tensor:  # fmt: skip
+        """See Kernel.apply_experts: one fused kernel per projection at every number of tokens."""
+        return experts.run_experts(x, index, weights, up, up_bias, down, down_bias, up_spec, down_spec, gate)
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:

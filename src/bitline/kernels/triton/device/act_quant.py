@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Device code of activation quantization, bit for bit what `act_quant.quantize_input` and `quantize_groups` compute.
+"""Device code of activation quantization, bit for bit what `act_quant.quantize_input` and `quantize_groups` compute, with the
+RMSNorm or the gated SiLU before it in the same launch.
 
-One program per row. Divisions round to nearest (`div_rn`), as torch's do. Padding, rows from M on and columns from K on, becomes
-zeros. `limit` caps the absolute values that a scale is computed from; infinity for none.
+A program has a tile of one row, [config.groups, config.group_size] columns, in registers: x is read once. `config` is an
+`act_quant.QuantizeConfig`.
 """
 
 from __future__ import annotations
@@ -11,129 +12,145 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["M"])
-def quantize_fp8_per_token_kernel(
-    x_ptr, codes_ptr, scale_ptr, M, K, k_padded, limit, MIN_SCALE: tl.constexpr, BLOCK_SIZE_K: tl.constexpr
-):
-    """x [M, K] to codes float8_e4m3fn [m_padded, k_padded] and scale float32 [m_padded]: max(amax / 448, MIN_SCALE)."""
-    row = tl.program_id(0)
-    x_ptr += row.to(tl.int64) * K
-    codes_ptr += row.to(tl.int64) * k_padded
-    amax = 0.0
-    if row < M:
-        block_amax = tl.zeros((BLOCK_SIZE_K,), tl.float32)
-        for k in range(0, K, BLOCK_SIZE_K):
-            offs_k = k + tl.arange(0, BLOCK_SIZE_K)
-            block_amax = tl.maximum(block_amax, tl.abs(tl.load(x_ptr + offs_k, mask=offs_k < K, other=0.0).to(tl.float32)))
-        amax = tl.minimum(tl.max(block_amax), limit)
-    scale = tl.maximum(tl.div_rn(amax, 448.0), MIN_SCALE)
-    tl.store(scale_ptr + row, scale)
-    for k in range(0, k_padded, BLOCK_SIZE_K):
-        offs_k = k + tl.arange(0, BLOCK_SIZE_K)
-        value = tl.load(x_ptr + offs_k, mask=(offs_k < K) & (row < M), other=0.0).to(tl.float32)
-        value = tl.div_rn(value, tl.full((BLOCK_SIZE_K,), 1.0, tl.float32) * scale)
-        value = tl.minimum(tl.maximum(value, -448.0), 448.0)
-        tl.store(codes_ptr + offs_k, value.to(tl.float8e4nv), mask=offs_k < k_padded)
-
-
-@triton.jit(do_not_specialize=["M"])
-def quantize_int8_per_token_kernel(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, M, K, k_padded, limit,
-    ASYMMETRIC: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
-):  # fmt: skip
-    """x [M, K] to codes int8 [m_padded, k_padded], scale float32 [m_padded] and, if ASYMMETRIC, zero int32 [m_padded].
-
-    Symmetric: scale = amax / 127.5. Asymmetric: scale = (max - min) / 255 of a range that contains 0, zero =
-    round(-128 - min / scale).
-    """
-    row = tl.program_id(0)
-    x_ptr += row.to(tl.int64) * K
-    codes_ptr += row.to(tl.int64) * k_padded
-    block_max = tl.zeros((BLOCK_SIZE_K,), tl.float32)
-    block_min = tl.zeros((BLOCK_SIZE_K,), tl.float32)
-    for k in range(0, K, BLOCK_SIZE_K):
-        offs_k = k + tl.arange(0, BLOCK_SIZE_K)
-        value = tl.load(x_ptr + offs_k, mask=(offs_k < K) & (row < M), other=0.0).to(tl.float32)
-        block_max = tl.maximum(block_max, value)
-        block_min = tl.minimum(block_min, value)
-    row_max, row_min = tl.minimum(tl.max(block_max), limit), -tl.minimum(-tl.min(block_min), limit)
-    zero = 0.0
-    if ASYMMETRIC:
-        scale = tl.maximum(tl.div_rn(row_max - row_min, 255.0), MIN_SCALE)
-        zero = _round_half_even(tl.minimum(tl.maximum(-128.0 - tl.div_rn(row_min, scale), -128.0), 127.0))
-        tl.store(zero_ptr + row, zero.to(tl.int32))
-    else:
-        scale = tl.maximum(tl.div_rn(tl.maximum(row_max, -row_min), 127.5), MIN_SCALE)
-    tl.store(scale_ptr + row, scale)
-    for k in range(0, k_padded, BLOCK_SIZE_K):
-        offs_k = k + tl.arange(0, BLOCK_SIZE_K)
-        inside = (offs_k < K) & (row < M)
-        value = tl.load(x_ptr + offs_k, mask=inside, other=0.0).to(tl.float32)
-        code = _int8_code(value, tl.full((BLOCK_SIZE_K,), 1.0, tl.float32) * scale, zero)
-        tl.store(codes_ptr + offs_k, tl.where(inside, code, 0).to(tl.int8), mask=offs_k < k_padded)
-
-
-@triton.jit(do_not_specialize=["M"])
-def quantize_static_kernel(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, M, K, k_padded,
-    IS_FP8: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
-):  # fmt: skip
-    """x [M, K] to codes float8_e4m3fn or int8 [m_padded, k_padded] by a static scale float32 [1] and zero int32 [1]."""
-    row = tl.program_id(0)
-    x_ptr += row.to(tl.int64) * K
-    codes_ptr += row.to(tl.int64) * k_padded
-    scale = tl.full((BLOCK_SIZE_K,), 1.0, tl.float32) * tl.load(scale_ptr)
-    zero = tl.load(zero_ptr).to(tl.float32) if HAS_ZERO else 0.0
-    for k in range(0, k_padded, BLOCK_SIZE_K):
-        offs_k = k + tl.arange(0, BLOCK_SIZE_K)
-        inside = (offs_k < K) & (row < M)
-        value = tl.load(x_ptr + offs_k, mask=inside, other=0.0).to(tl.float32)
-        if IS_FP8:
-            value = tl.minimum(tl.maximum(tl.div_rn(value, scale), -448.0), 448.0)
-            tl.store(codes_ptr + offs_k, value.to(tl.float8e4nv), mask=offs_k < k_padded)
-        else:
-            tl.store(codes_ptr + offs_k, tl.where(inside, _int8_code(value, scale, zero), 0).to(tl.int8), mask=offs_k < k_padded)
-
-
-@triton.jit
-def _int8_code(value, scale, zero):
-    """round(value / scale + zero) as a float, saturating to [-128, 127], halves to even."""
-    return _round_half_even(tl.minimum(tl.maximum(tl.div_rn(value, scale) + zero, -128.0), 127.0))
-
-
 @triton.jit
 def _round_half_even(value):
     """The nearest integer, halves to even, for |value| < 2**22: adding 1.5 * 2**23 pushes the fraction out of the mantissa."""
     return (value + 12582912.0) - 12582912.0
 
 
-@triton.jit(do_not_specialize=["M"])
-def quantize_fp8_per_group_kernel(
-    x_ptr, codes_ptr, scale_ptr, M, K, k_padded, groups, scale_stride_m, scale_stride_group, limit,
-    E8M0_SCALE: tl.constexpr, MIN_SCALE: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUPS_PER_PROGRAM: tl.constexpr,
-):  # fmt: skip
-    """x [M, K] to codes float8_e4m3fn [m_padded, k_padded] and scale float32 [m_padded, groups]; program ids are (row, groups).
+@triton.jit
+def _e8m0_scale(amax):
+    """The power of two of `act_quant.mx_exponent` for E4M3, and 1 for a group of zeros."""
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 126 - 9 + ((bits & 0x7FFFFF) >= 0x600000).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, -127), 127)
+    normal = ((tl.maximum(exponent, -126) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(amax > 0, tl.where(exponent == -127, normal * 0.5, normal), 1.0)  # 2**-127 is subnormal
 
-    scale = max(amax / 448, MIN_SCALE); with E8M0_SCALE the power of two of `act_quant.mx_exponent`, and 1 for a group of zeros.
+
+@triton.jit
+def _dynamic_scales(value, limit, config: tl.constexpr):
+    """Scale and zero point float32 [groups] of value [groups, group_size]."""
+    GROUPS: tl.constexpr = config.groups
+    divisor = tl.full((GROUPS,), config.divisor, tl.float32)
+    if config.asymmetric:
+        high = tl.minimum(tl.maximum(tl.max(value, axis=1), 0.0), limit)
+        low = tl.maximum(tl.minimum(tl.min(value, axis=1), 0.0), -limit)
+        scale = tl.maximum(tl.div_rn(high - low, divisor), config.min_scale)
+        zero = _round_half_even(tl.minimum(tl.maximum(-128.0 - tl.div_rn(low, scale), -128.0), 127.0))
+        return scale, zero
+    else:
+        amax = tl.max(tl.abs(value), axis=1)
+        if config.e8m0_scale:
+            scale = _e8m0_scale(amax)
+        else:
+            scale = tl.maximum(tl.div_rn(tl.minimum(amax, limit), divisor), config.min_scale)
+        return scale, tl.zeros_like(scale)
+
+
+@triton.jit
+def _divide(value, scale, config: tl.constexpr):
+    """value [groups, group_size] / scale [groups], rounded to nearest.
+
+    With config.corrected_quotient by the reciprocal, and one correction by the remainder. Value and reciprocal are negated, so
+    that the sign of a zero is kept. The bounds keep the remainder finite; from 2**20 on codes are saturated.
     """
+    divisor = tl.broadcast_to(scale[:, None], value.shape)
+    if config.corrected_quotient:
+        inverse = tl.broadcast_to(tl.div_rn(tl.full(scale.shape, -1.0, tl.float32), scale)[:, None], value.shape)
+        negated = value * -1.0  # Triton's unary minus subtracts from 0
+        quotient = tl.minimum(tl.maximum(negated * inverse, -1048576.0), 1048576.0)
+        return tl.fma(tl.fma(quotient, divisor, negated), inverse, quotient)
+    else:
+        return tl.div_rn(value, divisor)
+
+
+@triton.jit
+def _e4m3_byte(value):
+    """E4M3 codes of |value| <= 448 or NaN by integer arithmetic, for devices that do not convert to OCP FP8."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (magnitude.to(tl.float32, bitcast=True) * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(magnitude < 0x3C800000, subnormal, normal)  # 2**-6, the smallest normal value
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _codes(value, scale, zero, inside, config: tl.constexpr):
+    """Bytes of the codes of value [groups, group_size]; 0 outside of x."""
+    scaled = _divide(value, scale, config)
+    if config.fp8:
+        NAN: tl.constexpr = tl.PropagateNan.ALL
+        scaled = tl.minimum(tl.maximum(scaled, -448.0, propagate_nan=NAN), 448.0, propagate_nan=NAN)
+        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if config.native_fp8 else _e4m3_byte(scaled)
+    else:
+        if config.has_zero:
+            scaled += zero[:, None]
+        clamped = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
+        code = (clamped + 12582912.0).to(tl.int32, bitcast=True)  # the integer is in the low bits
+        return (tl.where(inside, code, 0) if config.has_zero else code).to(tl.uint8)
+
+
+@triton.jit
+def _rounded(value, like_ptr):
+    """float32 rounded to the dtype of activations, as between the operators of a model."""
+    return value.to(like_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _rms_norm(value, x_ptr, weight_ptr, offs_k, K, epsilon):
+    """weight * value / sqrt(mean(value^2) + epsilon) of a whole row, rounded as transformers' modules round."""
+    mean = tl.sum(tl.sum(value * value, axis=1), axis=0) / K
+    value = _rounded(value * tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon)), x_ptr)
+    return _rounded(tl.load(weight_ptr + offs_k, mask=offs_k < K, other=0.0).to(tl.float32) * value, x_ptr)
+
+
+@triton.jit
+def _silu_mul(value, x_ptr, up):
+    """silu(value) * up, each rounded."""
+    return _rounded(_rounded(value / (1.0 + tl.exp(-value)), x_ptr) * up, x_ptr)
+
+
+@triton.jit(do_not_specialize=["M", "epsilon", "limit"])
+def quantize_kernel(
+    x_ptr, other_ptr, residual_ptr, new_residual_ptr, codes_ptr, scale_ptr, zero_ptr, M, K, k_padded, groups,
+    stride_x, stride_other, stride_residual, scale_stride_m, scale_stride_group, epsilon, limit, config: tl.constexpr,
+):  # fmt: skip
+    """x [M, K] to codes, as bytes [m_padded, k_padded], scales float32 and zero points int32 [m_padded, groups].
+
+    Program ids are (row, tile of the row). Padding, rows from M on and columns from K on, becomes zeros. `other_ptr`: the weight
+    [K] of an RMSNorm, or `up` [M, K] of a gated SiLU. config.has_residual: residual [M, K] is added first, and the rounded sum
+    stored to new_residual. Of a static scheme, scale [1] and zero [1] are read. limit caps the absolute values that a scale is
+    computed from; infinity for none.
+    """
+    GROUPS: tl.constexpr = config.groups
+    GROUP_SIZE: tl.constexpr = config.group_size
     row = tl.program_id(0)
-    offs_g = tl.program_id(1) * GROUPS_PER_PROGRAM + tl.arange(0, GROUPS_PER_PROGRAM)
+    offs_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offs_k = offs_g[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
     inside = (offs_k < K) & (row < M)
-    value = tl.load(x_ptr + row.to(tl.int64) * K + offs_k, mask=inside, other=0.0).to(tl.float32)
-    amax = tl.max(tl.abs(value), axis=1)
-    if E8M0_SCALE:
-        bits = amax.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) - 126 - 9 + ((bits & 0x7FFFFF) >= 0x600000).to(tl.int32)
-        exponent = tl.minimum(tl.maximum(exponent, -127), 127)
-        # 2**-127 is subnormal: half of the smallest normal number.
-        normal = ((tl.maximum(exponent, -126) + 127) << 23).to(tl.float32, bitcast=True)
-        scale = tl.where(amax > 0, tl.where(exponent == -127, normal * 0.5, normal), 1.0)
+    row64 = row.to(tl.int64)
+    value = tl.load(x_ptr + row64 * stride_x + offs_k, mask=inside, other=0.0).to(tl.float32)
+    if config.has_residual:
+        value += tl.load(residual_ptr + row64 * stride_residual + offs_k, mask=inside, other=0.0).to(tl.float32)
+        value = _rounded(value, x_ptr)
+        tl.store(new_residual_ptr + row64 * K + offs_k, value.to(new_residual_ptr.dtype.element_ty), mask=inside)
+    if config.source == "rms_norm":
+        value = _rms_norm(value, x_ptr, other_ptr, offs_k, K, epsilon)
+    elif config.source == "silu_mul":
+        value = _silu_mul(value, x_ptr, tl.load(other_ptr + row64 * stride_other + offs_k, mask=inside, other=0.0).to(tl.float32))
+    if config.static:
+        scale = tl.zeros((GROUPS,), tl.float32) + tl.load(scale_ptr)
+        zero = tl.zeros_like(scale)
+        if config.has_zero:
+            zero += tl.load(zero_ptr).to(tl.float32)
     else:
-        scale = tl.maximum(tl.div_rn(tl.minimum(amax, limit), tl.full((GROUPS_PER_PROGRAM,), 448.0, tl.float32)), MIN_SCALE)
-    tl.store(
-        scale_ptr + row.to(tl.int64) * scale_stride_m + offs_g.to(tl.int64) * scale_stride_group, scale, mask=offs_g < groups
-    )
-    value = tl.div_rn(value, tl.broadcast_to(scale[:, None], (GROUPS_PER_PROGRAM, GROUP_SIZE)))
-    value = tl.minimum(tl.maximum(value, -448.0), 448.0)
-    tl.store(codes_ptr + row.to(tl.int64) * k_padded + offs_k, value.to(tl.float8e4nv), mask=offs_k < k_padded)
+        scale, zero = _dynamic_scales(value, limit, config)
+        offs_scale = row64 * scale_stride_m + offs_g.to(tl.int64) * scale_stride_group
+        tl.store(scale_ptr + offs_scale, scale, mask=offs_g < groups)
+        if config.has_zero:
+            tl.store(zero_ptr + offs_scale, zero.to(tl.int32), mask=offs_g < groups)
+    codes = _codes(value, scale, zero, inside, config)
+    tl.store(codes_ptr + row64 * k_padded + offs_k, codes, mask=offs_k < k_padded)

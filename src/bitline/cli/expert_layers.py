@@ -1,0 +1,62 @@
+"""Layers that are experts, for `bitline explain`: which they are, and what a batch of tokens makes of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bitline.checkpoint import Checkpoint
+from bitline.experts import active_experts, expert_policy, tokens_per_expert
+from bitline.model.expert_names import TOP_K_KEYS
+from bitline.select import Policy
+
+# experts.3.up_proj, experts.gate_up_proj.3, blk.0.ffn_up_exps.3
+_EXPERT = re.compile(r"(?:^|\.)experts\.(?:\w+\.)?(\d+)(?:\.|$)|_exps\.(\d+)$")
+
+
+class Experts(NamedTuple):
+    """num_experts: of one stack. top_k: of a token."""
+
+    num_experts: int
+    top_k: int
+
+    def policy(self, policy: Policy) -> Policy:
+        """The policy for one expert's layer."""
+        return expert_policy(policy, *self)
+
+    def of_stack(self, seconds: Mapping[str, float], policy: Policy) -> dict[str, float]:
+        """Seconds of one expert's layer by its tokens as seconds of all active experts by M."""
+        found = {}
+        for m in policy.m:
+            key = str(tokens_per_expert(*self, m))
+            if key in seconds:
+                found[str(m)] = seconds[key] * active_experts(*self, m)
+        return found
+
+
+def experts_of(names: Sequence[str], checkpoint: Checkpoint) -> Experts | None:
+    """The experts that layers of one kind are, None for plain layers."""
+    numbers = [number for name in names if (number := expert_number(name)) is not None]
+    return Experts(max(numbers) + 1, min(_top_k(checkpoint), max(numbers) + 1)) if numbers else None
+
+
+def expert_number(name: str) -> int | None:
+    """The number of the expert that a layer of a checkpoint belongs to."""
+    found = _EXPERT.search(name)
+    return None if found is None else int(found[1] or found[2])
+
+
+def _top_k(checkpoint: Checkpoint) -> int:
+    """Experts of a token; 1 where the configuration does not say."""
+    for settings in _settings(checkpoint.source.config):
+        for key in TOP_K_KEYS:
+            if isinstance(value := settings.get(key), int) and value > 0:
+                return value
+    used = [v for key, v in checkpoint.metadata.items() if key.endswith(".expert_used_count")] if checkpoint.is_gguf else []
+    return int(used[0]) if used else 1
+
+
+def _settings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    inner = config.get("text_config")
+    return [config, inner] if isinstance(inner, Mapping) else [config]

@@ -1,0 +1,107 @@
+"""`bitline verify`: every quantized layer of a checkpoint on this machine against the reference."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.markup import escape
+from rich.text import Text
+
+from bitline.checkpoint import open_checkpoint
+from bitline.cli.console import out
+from bitline.cli.expert_layers import expert_number, experts_of
+from bitline.cli.fetch import local_path
+from bitline.cli.options import device_of, dtype_of
+from bitline.cli.progress import progress_bars
+from bitline.cli.render import put, table
+from bitline.errors import CheckpointError
+from bitline.formats.base import LayerRecord
+from bitline.model.meta_model import default_dtype
+from bitline.model.verify import LayerCheck
+from bitline.model.verify_file import FileVerifier, sample_layers
+from bitline.platform import Platform
+from bitline.select import Policy, short_name
+from bitline.types import dtype_name
+
+_SHOWN = 10  # layers in the table that are within the tolerance
+
+
+def verify_report(
+    model: str, device: str, dtype: str, policy: Policy, sizes: tuple[int, ...], all_kernels: bool, sample: int | None,
+    seed: int, tp: int, *, quiet: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The report of the command as JSON-compatible values; docs/verify.md describes the keys."""
+    target, asked = device_of(device), dtype_of(dtype)
+    platform = Platform.detect(target)
+    checkpoint = open_checkpoint(local_path(model))
+    records = checkpoint.layers()
+    if not records:
+        raise CheckpointError("nothing to verify", file=checkpoint.path, found="no quantized linear layer")
+    act_dtype = asked or default_dtype(checkpoint, platform)
+    experts = experts_of([record.name for record in records], checkpoint)
+
+    def policy_for(record: LayerRecord) -> Policy:
+        return policy if experts is None or expert_number(record.name) is None else experts.policy(policy)
+
+    started = time.perf_counter()
+    verifier = FileVerifier(checkpoint, target, act_dtype, policy_for, sizes, all_kernels=all_kernels, world=tp)
+    chosen = records if sample is None else sample_layers(records, sample, seed)
+    checks: list[LayerCheck] = []
+    with progress_bars(quiet=quiet) as progress:
+        for i, record in enumerate(chosen):
+            checks += verifier.checks(record)
+            progress("verify layers", i + 1, len(chosen))
+    checks.sort(key=lambda check: -check.badness)
+    failed = [check for check in checks if not check.ok]
+    return {
+        "path": str(checkpoint.path), "format": checkpoint.format, "device": str(target), "platform": str(platform),
+        "activations": dtype_name(act_dtype), "m": list(sizes), "tp": tp, "seed": seed,
+        "layers": len(chosen), "layers_in_all": len(records), "seconds": time.perf_counter() - started,
+        "ok": not failed, "failed": list(dict.fromkeys(check.layer for check in failed)),
+        "checks": [vars(check) | {"ok": check.ok} for check in checks],
+        "refused": [{"layer": layer, "kernel": kernel, "reason": reason} for layer, kernel, reason in verifier.refused],
+    }  # fmt: skip
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print a report: layers that failed and those nearest to it, the worst first."""
+    what = f"{report['layers']} of {report['layers_in_all']} layers" if report["layers"] < report["layers_in_all"] else \
+           f"{report['layers']} layers"  # fmt: skip
+    ranks = f", each of {report['tp']} ranks' slices" if report["tp"] > 1 else ""
+    head = f"on {report['device']}, activations {report['activations']}: {what}{ranks}"
+    out.print(f"[bold]{escape(report['path'])}[/] {head}", highlight=False, soft_wrap=True)
+    rows = _worst_of_each(report["checks"])
+    failed = [row for row in rows if not row["ok"]]
+    _show_rows(failed + [row for row in rows if row["ok"]][:_SHOWN])
+    for row in failed:
+        if row["fault"]:
+            rank = "" if row["rank"] is None else f" on rank {row['rank']}"
+            out.print(Text.assemble((f"{row['layer']}{rank}: ", "bold"), row["fault"]), highlight=False, soft_wrap=True)
+    for row in report["refused"][:_SHOWN]:
+        out.print(f"[yellow]not checked[/] {escape(row['layer'])}: {row['kernel']}: {escape(row['reason'])}", highlight=False)
+    if failed:
+        count = len(report["failed"])
+        out.print(f"[bold red]{count} of {report['layers']} layers failed[/] in {report['seconds']:.1f} s", highlight=False)
+    else:
+        out.print(f"[green]every layer is within the tolerance[/], in {report['seconds']:.1f} s", highlight=False)
+
+
+def _worst_of_each(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The worst check of each layer, kernel and rank, in the order of the checks."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for check in checks:
+        found.setdefault((check["layer"], check["kernel"], check["rank"]), check)
+    return list(found.values())
+
+
+def _show_rows(rows: list[dict[str, Any]]) -> None:
+    ranks = ("rank",) if any(row["rank"] is not None for row in rows) else ()
+    grid = table("layers", *ranks, "kernel", "M", "error", "allowed", "NMSE", "cosine", "")
+    for row in rows:
+        mark = Text("ok", "green") if row["ok"] else Text("FAILED", "bold red")
+        rank = ["-" if row["rank"] is None else str(row["rank"])] if ranks else []
+        figures = [f"{row['error']:.1e}", f"{row['allowed']:.1e}", f"{row['nmse']:.1e}", f"{row['cosine']:.6f}"]
+        m = str(row["m"]) if row["m"] else "-"
+        grid.add_row(row["layer"], *rank, short_name(row["kernel"]) or "-", m, *(["-"] * 4 if row["fault"] else figures), mark)
+    put(grid)

@@ -1,0 +1,222 @@
+"""Launching the experts of a mixture-of-experts layer: sort, projection and gate, projection, weighted sum.
+
+Launch sizes depend on shapes alone and nothing waits for the GPU, so a captured CUDA graph replays with other routings. Tile
+configurations and the limits below are those of plain layers or estimates: nothing here was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitline.errors import InputError
+from bitline.expert_gate import ACTIVATIONS, ExpertGate
+from bitline.kernels.triton.heuristics import DeviceTraits, GemmConfig, choose_gemm_config
+from bitline.kernels.triton.launch import device_traits, gemm_constants, interpreted
+from bitline.kernels.triton.layout import layout_of
+from bitline.types import LinearSpec
+
+MAX_UNSORTED = 64  # pairs up to which each is a block of its own, and the launches of the sort are saved
+SCRATCH_ELEMENTS = 1 << 26  # of each of the two scratch tensors of a launch: 256 MiB in float32; more tokens take more launches
+SORT_BLOCK, MAP_BLOCK, SUM_BLOCK = 1024, 32, 512
+
+
+def can_experts(up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
+    """Whether the shapes of the two projections and the gate fit together."""
+    widths = 2 if gate.gated else 1
+    return gate.activation in ACTIVATIONS and up.n == widths * down.k and up.act_dtype == down.act_dtype
+
+
+@functools.cache
+def _device_code() -> Any:
+    """The device code's kernels by name; importing it imports Triton."""
+    from bitline.kernels.triton.device import experts, experts_sort
+
+    return SimpleNamespace(
+        sort=experts_sort.sort_kernel, blocks=experts_sort.blocks_kernel, gemm=experts.experts_gemm_kernel,
+        weighted_sum=experts.weighted_sum_kernel,
+    )  # fmt: skip
+
+
+class Launch:
+    """A kernel with its compile-time arguments, for tensors of the same dtypes and strides at each call."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self.kernel, self.constants = kernel, constants
+        self.constant_args = [constants[name] for name in kernel.arg_names if name in constants]
+        self.compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Run it; after the first call without Triton's argument inspection, where all pointers are multiples of 16."""
+        aligned = all(a.data_ptr() % 16 == 0 for a in arguments if isinstance(a, Tensor))
+        if self.compiled is not None and aligned:
+            self.compiled[grid](*arguments, *self.constant_args)
+            return
+        compiled = self.kernel[grid](*arguments, **self.constants)
+        if aligned:
+            self.compiled = compiled
+
+
+class Projection:
+    """One projection of all experts: [rows, K] gathered by pair to [pairs, N], or [pairs, N / 2] after a gate."""
+
+    def __init__(self, spec: LinearSpec, constants: dict[str, Any]) -> None:
+        self.spec, self.k_offset = spec, layout_of(spec).k_offset
+        halves = 2 if constants["GATED"] else 1
+        self.tiles_n = -(-(spec.n // halves) // (constants["BLOCK_SIZE_N"] // halves))
+        self.launch = Launch(_device_code().gemm, constants)
+
+    def run(
+        self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, out: Tensor, routes: tuple[Tensor, Tensor, Tensor],
+        num_blocks: int, pairs_per_x: int,
+    ) -> None:  # fmt: skip
+        """routes: index [pairs], pairs sorted by expert, and their blocks; see `device.experts.experts_gemm_kernel`."""
+        codes, scale = packed[:2]
+        self.launch(
+            (self.tiles_n * num_blocks, 1, 1), x, *packed, x if bias is None else bias, out, *routes,
+            *(t.stride(0) for t in packed), self.spec.n, self.spec.k, self.k_offset, codes.shape[1], scale.shape[1], num_blocks,
+            codes.shape[0], pairs_per_x, self.tiles_n,
+        )  # fmt: skip
+
+
+def projection_constants(
+    spec: LinearSpec, gate: ExpertGate | None, config: GemmConfig, k_blocks: int, has_bias: bool, is_sorted: bool,
+    has_bf16x2: bool, no_mma: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The compile-time arguments of `experts_gemm_kernel`; gate: what follows the projection, None for nothing."""
+    constants = gemm_constants(spec, has_bias, config, k_blocks, has_bf16x2, no_mma)
+    gate = gate or ExpertGate("", False)
+    own = {"ACTIVATION": gate.activation, "GATED": gate.gated, "ALPHA": gate.alpha, "LIMIT": gate.limit, "SORTED": is_sorted}
+    return {**own, **{name: value for name, value in constants.items() if name != "IS_SPLIT_K"}}
+
+
+def bucket_of(mean: int) -> int:
+    """The M for which tiles are chosen where an expert has `mean` pairs on average: 8, 16, 32, 64 or 128.
+
+    Half of an expert's last tile is padding on average, so 128 is for experts with at least twice as many.
+    """
+    return 128 if mean >= 256 else min(64, max(8, 1 << (mean - 1).bit_length()))
+
+
+def gemm_configs(
+    specs: tuple[LinearSpec, LinearSpec], k_blocks: tuple[int, int], m: int, traits: DeviceTraits
+) -> tuple[GemmConfig, GemmConfig]:
+    """Configurations of both projections, with one tile_m; m: of `bucket_of`.
+
+    Gathered rows of x take more registers than those of a plain layer: with a column order, with waves of 32, or where a warp has
+    its own MMA, tiles are smaller, as compiling without running shows.
+    """
+    if traits.warp_level_mma:
+        m = min(m, 32 if any(spec.zero != "none" for spec in specs) else 64)
+    if traits.wave32 or any(spec.act_order or not layout_of(spec).aligned for spec in specs):
+        m = min(m, 32)
+    up, down = (
+        choose_gemm_config(m, spec.n, blocks, layout_of(spec), spec.act_dtype, spec.zero != "none", traits)
+        for spec, blocks in zip(specs, k_blocks, strict=True)
+    )
+    tile_m = min(up.tile_m, down.tile_m)
+    if traits.is_nvidia and tile_m >= (32 if traits.warp_level_mma else 64):
+        up, down = up._replace(num_warps=8), down._replace(num_warps=8)
+    if traits.wave32 and specs[0].act_dtype == torch.float32:
+        up, down = up._replace(num_stages=1), down._replace(num_stages=1)
+    return up._replace(tile_m=tile_m, split_k=1), down._replace(tile_m=tile_m, split_k=1)
+
+
+class ExpertsPlan:
+    """Everything about the launches that depends only on the layer, the number of experts and the bucket of pairs."""
+
+    def __init__(
+        self, specs: tuple[LinearSpec, LinearSpec], gate: ExpertGate, num_experts: int, k_blocks: tuple[int, int],
+        has_bias: tuple[bool, bool], m: int, is_sorted: bool, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.specs, self.num_experts, self.is_sorted = specs, num_experts, is_sorted  # specs kept alive: plans are keyed by id
+        traits = device_traits(device)
+        has_bf16x2 = device.type == "cuda" and not torch.version.hip
+        configs = gemm_configs(specs, k_blocks, m, traits)
+        self.tile_m = configs[0].tile_m
+        self.up, self.down = (
+            Projection(spec, projection_constants(spec, f, config, blocks, bias, is_sorted, has_bf16x2, traits.no_mma))
+            for spec, f, config, blocks, bias in zip(specs, (gate, None), configs, k_blocks, has_bias, strict=True)
+        )
+        code = _device_code()
+        self.sort = Launch(code.sort, {"BLOCK_SIZE": SORT_BLOCK, "num_warps": 4})
+        largest = 1 << (num_experts - 1).bit_length()
+        self.map_block = max(1, min(MAP_BLOCK, (1 << 14) // largest))  # the comparison of blocks with experts is in registers
+        self.blocks = Launch(code.blocks, {"BLOCK_SIZE_M": self.tile_m, "MAX_EXPERTS": largest, "BLOCK_SIZE": self.map_block,
+                                           "num_warps": 4})  # fmt: skip
+        self.weighted_sum = Launch(code.weighted_sum, {"BLOCK_SIZE": SUM_BLOCK, "num_warps": 4})
+
+    def routes(self, index: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+        """(index, pairs sorted by expert, their blocks) and the number of blocks, the most that any routing takes."""
+        pairs, experts = index.numel(), self.num_experts
+        if not self.is_sorted:
+            return (index, index, index), pairs
+        num_blocks = (pairs + min(experts, pairs) * (self.tile_m - 1)) // self.tile_m
+        in_order, ranges, blocks = (
+            torch.empty(size, dtype=torch.int32, device=index.device) for size in (pairs, 2 * experts, 3 * num_blocks)
+        )
+        self.sort((experts, 1, 1), index, in_order, ranges, pairs, experts)
+        self.blocks((-(-num_blocks // self.map_block), 1, 1), ranges, blocks, num_blocks, experts)
+        return (index, in_order, blocks), num_blocks
+
+    def run(
+        self, x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
+        down_bias: Tensor | None, y: Tensor,
+    ) -> None:  # fmt: skip
+        """x [T, K], index and weights [T, k], contiguous, to y [T, N]."""
+        (tokens, top_k), down_spec = index.shape, self.specs[1]
+        routes, num_blocks = self.routes(index)
+        # The interpreter does not round bfloat16 to nearest, torch does.
+        hidden = x.new_empty(index.numel(), down_spec.k, dtype=torch.float32 if interpreted() else x.dtype)
+        self.up.run(x, up, up_bias, hidden, routes, num_blocks, top_k)
+        results = x.new_empty(index.numel(), down_spec.n, dtype=torch.float32)
+        self.down.run(hidden.to(x.dtype), down, down_bias, results, routes, num_blocks, 1)
+        grid = (tokens, -(-down_spec.n // SUM_BLOCK), 1)
+        self.weighted_sum(grid, results, index, weights, y, down_spec.n, self.num_experts, top_k)
+
+
+_plans: dict[tuple[Any, ...], ExpertsPlan] = {}
+
+
+def experts_plan(
+    specs: tuple[LinearSpec, LinearSpec], gate: ExpertGate, up: Sequence[Tensor], down: Sequence[Tensor],
+    biases: tuple[Tensor | None, Tensor | None], index: Tensor, weights: Tensor,
+) -> ExpertsPlan:  # fmt: skip
+    """The plan of a layer and a number of pairs, cached by the identity of the specs as `launch.launch_plan` does."""
+    pairs, num_experts = index.numel(), up[0].shape[0]
+    is_sorted = pairs > MAX_UNSORTED
+    mean = -(-pairs // min(num_experts, pairs)) if is_sorted else 1
+    m = bucket_of(mean)
+    has_bias = (biases[0] is not None, biases[1] is not None)
+    dtypes = (up[3].dtype, down[3].dtype, index.dtype, weights.dtype)  # those that the specs leave open
+    key = (id(specs[0]), id(specs[1]), gate, num_experts, m, is_sorted, has_bias, dtypes, index.device)
+    plan = _plans.get(key)
+    if plan is None:
+        k_blocks = (up[0].shape[1], down[0].shape[1])
+        plan = _plans[key] = ExpertsPlan(specs, gate, num_experts, k_blocks, has_bias, m, is_sorted, index.device)
+    return plan
+
+
+def run_experts(
+    x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
+    down_bias: Tensor | None, up_spec: LinearSpec, down_spec: LinearSpec, gate: ExpertGate,
+) -> Tensor:  # fmt: skip
+    """See Kernel.apply_experts. A number out of range is an InputError on a CPU, and means no expert on a GPU."""
+    (tokens, top_k), num_experts = index.shape, up[0].shape[0]
+    if index.device.type == "cpu":
+        low, high = (int(v) for v in index.aminmax())
+        if low < 0 or high > num_experts:
+            raise InputError("an expert's number is out of range", found=f"{low}..{high}", expected=f"0..{num_experts - 1}")
+    index, weights = index.contiguous(), weights.contiguous()
+    y = x.new_empty(tokens, down_spec.n, dtype=torch.float32 if interpreted() else x.dtype)
+    step = max(1, SCRATCH_ELEMENTS // (top_k * max(down_spec.k, down_spec.n)))
+    for t in range(0, tokens, step):
+        part = slice(t, t + step)
+        plan = experts_plan((up_spec, down_spec), gate, up, down, (up_bias, down_bias), index[part], weights)
+        plan.run(x[part], index[part], weights[part], up, up_bias, down, down_bias, y[part])
+    return y.to(x.dtype)

@@ -1,0 +1,176 @@
+"""The ranks of a tensor-parallel group, and what they exchange. Sums are in the order of ranks, in float32, rounded once."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bitline import env
+from bitline.errors import BitlineError, InputError
+
+ONE_SHOT_BYTES = 1 << 18  # a rank's part of a sum up to which every rank reads all parts
+TIMEOUT = datetime.timedelta(seconds=120)  # of a process group that `resolve` makes; a lost rank ends the others after it
+
+
+class TensorParallel:
+    """A process group over which layers are cut.
+
+    Every rank gets the same bits, and a row's sum does not depend on how many rows there are.
+
+    Args:
+        group: A process group of torch.distributed, or a DeviceMesh of one dimension; the default group for None.
+        exact_activation_scales: Whether ranks exchange the ranges of activations that a scheme quantizes with one scale per
+            token, so that a cut layer quantizes as a whole one does. False saves an exchange and changes results by as much as
+            the quantization itself does.
+
+    Attributes:
+        rank: This process's number in the group.
+        world: Ranks.
+    """
+
+    def __init__(self, group: Any = None, *, exact_activation_scales: bool = True) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise InputError("tensor parallelism needs a process group", found="torch.distributed is not initialized",
+                             fix="torchrun --nproc-per-node N, or torch.distributed.init_process_group")  # fmt: skip
+        if hasattr(group, "get_group"):
+            if group.ndim != 1:
+                raise InputError("a tensor-parallel mesh has one dimension", found=f"{group.ndim} dimensions",
+                                 fix='pass mesh["tp"]')  # fmt: skip
+            group = group.get_group()
+        self.group = group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.exact_activation_scales = exact_activation_scales
+
+    @classmethod
+    def resolve(cls, tp: Any, device: torch.device) -> TensorParallel | None:
+        """The group that an argument `tp` means; None for one rank.
+
+        Args:
+            tp: None, a TensorParallel, a process group, a DeviceMesh, or "auto": the ranks that torchrun started, of which this
+                call makes a process group where there is none (NCCL for a model on GPUs, each rank on its own; gloo elsewhere).
+            device: Where the model is to run.
+        """
+        if tp is None:
+            return None
+        if isinstance(tp, str):
+            if tp != "auto":
+                raise InputError("unknown tp", found=repr(tp), expected='None, "auto", a process group or a DeviceMesh')
+            if env.launched_ranks() == 1 and not (dist.is_available() and dist.is_initialized()):
+                return None
+            _initialize(device)
+            tp = None
+        group = tp if isinstance(tp, TensorParallel) else cls(tp)
+        return group if group.world > 1 else None
+
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum of all ranks' x, of one shape, in `dtype` (x's by default)."""
+        dtype = dtype or x.dtype
+        flat = x.contiguous().view(-1)
+        if flat.numel() == 0:
+            return x.to(dtype)
+        if flat.nbytes <= ONE_SHOT_BYTES:
+            return _ordered_sum(self._gather_flat(flat), dtype).view(x.shape)
+        return self._sum_in_parts(flat, dtype).view(x.shape)
+
+    def _sum_in_parts(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each rank sums its part of the elements, and all get all parts."""
+        size = -(-flat.numel() // self.world)
+        padded = torch.nn.functional.pad(flat, (0, size * self.world - flat.numel()))
+        mine = torch.empty_like(padded)
+        with _failures():
+            dist.all_to_all_single(mine, padded, group=self.group)
+        summed = _ordered_sum(mine.view(self.world, size), dtype)
+        return self._gather_flat(summed).view(-1)[: flat.numel()]
+
+    def max(self, x: Tensor) -> Tensor:
+        """The elementwise maximum of all ranks' x."""
+        return self._gather_flat(x.contiguous().view(-1)).amax(0).view(x.shape)
+
+    def concatenate(self, x: Tensor, sizes: list[int]) -> Tensor:
+        """All ranks' x [..., sizes[rank]] along the last dimension."""
+        widest = max(sizes)
+        padded = torch.nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()
+        parts = self._gather_flat(padded.view(-1)).view(self.world, *padded.shape)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
+
+    def _gather_flat(self, flat: Tensor) -> Tensor:
+        """[world, numel]."""
+        out = flat.new_empty(self.world, flat.numel())
+        with _failures():
+            dist.all_gather(list(out), flat, group=self.group)
+        return out
+
+    @contextlib.contextmanager
+    def together(self, device: torch.device) -> Iterator[None]:
+        """Work without exchanges that all ranks do, or none: where one rank fails the others raise too, without waiting for it.
+
+        Raises:
+            BitlineError: On the ranks that did not fail, with the number of one that did.
+        """
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(BitlineError):
+                self._gather_flat(torch.ones(1, device=device))
+            raise
+        failed = self._gather_flat(torch.zeros(1, device=device)).view(-1).nonzero().view(-1).tolist()
+        if failed:
+            raise BitlineError("another rank of the tensor-parallel group failed", found=f"ranks {failed}",
+                               fix="its own error says why")  # fmt: skip
+
+    def check_same(self, facts: Mapping[str, Any], device: torch.device) -> None:
+        """Compare facts that all ranks must agree on.
+
+        Raises:
+            BitlineError: On every rank, with the name of the first fact that differs and the ranks that differ from rank 0.
+        """
+        digests = [hashlib.sha256(str(value).encode()).digest() for value in facts.values()]
+        mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)
+        by_rank = self._gather_flat(mine).view(self.world, len(facts), -1).cpu()
+        for i, (name, value) in enumerate(facts.items()):
+            others = [r for r in range(self.world) if not torch.equal(by_rank[r, i], by_rank[0, i])]
+            if others:
+                raise BitlineError(f"ranks of a tensor-parallel group differ in {name}", found=f"rank {self.rank} has {value}",
+                                   expected=f"the same everywhere; ranks {others} differ from rank 0",
+                                   fix="start all ranks with one checkpoint, version and arguments")  # fmt: skip
+
+
+def _ordered_sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """[world, n] -> [n]: float32, one rank after the other, rounded once."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
+class _failures:  # a context manager
+    """Turns an error of torch.distributed into one that says what it means."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, _trace: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, BitlineError):
+            raise BitlineError("a rank of the tensor-parallel group has failed or ended", found=str(error).splitlines()[0][:200],
+                               fix="the first rank that failed printed why")  # fmt: skip
+
+
+def _initialize(device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(env.local_rank() % torch.cuda.device_count())
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+
+
+def leave() -> None:
+    """End this process's part in the process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+QUANTIZATION_CHOICES = ["awq", "fp8"]

@@ -1,0 +1,5 @@
+import torch
+
+
+class PPMissingLayer(torch.nn.Identity):
+    pass

@@ -1,0 +1,148 @@
+"""Mixture-of-experts models by quantization="bitline" in vLLM: load_model's tokens, on one rank and two, eager and compiled."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.engine.arg_utils")
+
+import vllm_moe_models
+from engine import engine, expected, generate, regret, rewritten, served
+from vllm.model_executor.layers.fused_moe import MoEActivation
+
+from bitline.errors import BitlineError, CheckpointError
+from bitline.expert_gate import ExpertGate
+from bitline.experts import ExpertStack
+from bitline.vllm.experts import BitlineExpertsMethod
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups():
+    """vLLM makes the group of a mixture of experts only where no other engine was before in the process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(autouse=True)
+def verified(monkeypatch):
+    monkeypatch.setenv("BITLINE_VERIFY", "1")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Tiny checkpoints by their names in `vllm_moe_models`, made on first use."""
+    root, made = tmp_path_factory.mktemp("moe"), {}
+
+    def get(name):
+        if name not in made:
+            made[name] = vllm_moe_models.make(name, root)
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", vllm_moe_models.BY_NAME)
+def test_a_form_gives_the_tokens_of_load_model(name, checkpoint):
+    path = checkpoint(name)
+    assert served(path, quantization="bitline") == expected(path)
+
+
+@pytest.mark.parametrize("name", ["mixtral pack-quantized", "qwen3 gptq act-order of gate and up"])
+def test_a_compiled_model_gives_the_same_tokens(name, checkpoint):
+    """The first layer's experts are one operator; those of the second have gate and up apart, and run one by one."""
+    path = checkpoint(name)
+    assert served(path, quantization="bitline", enforce_eager=False) == expected(path)
+
+
+@pytest.mark.parametrize("name", ["qwen3 gptq act-order", "gpt-oss mxfp4"])
+def test_two_ranks_give_the_same_tokens(name, checkpoint, monkeypatch):
+    """Channels of act-order experts are cut, and biases and rows of gate and up that alternate."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    path = checkpoint(name)
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    assert served(path, quantization="bitline", **options) == expected(path)
+
+
+def test_bfloat16_gives_greedy_tokens(checkpoint):
+    path = checkpoint("mixtral gptq")
+    assert regret(path, served(path, quantization="bitline", dtype="bfloat16")) < 0.1
+
+
+def test_experts_are_reloaded_in_place(checkpoint, tmp_path):
+    path, other = checkpoint("qwen3 gptq"), tmp_path / "other"
+    vllm_moe_models.write_noisy(other)
+    with engine(path, quantization="bitline") as llm:
+        first = generate(llm)
+        (before,) = llm.collective_rpc(packed_addresses)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        llm.reset_prefix_cache()
+        assert generate(llm) == expected(other) != first
+        assert llm.collective_rpc(packed_addresses) == [before] and before
+
+
+def packed_addresses(worker):
+    """Where the packed tensors of all experts are: captured graphs hold these addresses."""
+    layers = (m for m in worker.model_runner.model.modules() if hasattr(m, "bitline_experts"))
+    return [t.data_ptr() for layer in layers for t in layer.bitline_experts[0].buffers()]
+
+
+def test_layers_for_prediction_are_left_out(checkpoint, tmp_path):
+    """DeepSeek's files have decoder layers for multi-token prediction after the model's own."""
+    path = checkpoint("deepseek gptq")
+
+    def add(tensors, _settings):
+        tensors |= {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n}
+
+    assert served(rewritten(path, tmp_path / "x", add), quantization="bitline") == expected(path)
+
+
+def test_a_missing_expert_is_an_error(checkpoint, tmp_path):
+    def drop(tensors, _settings):
+        for name in [n for n in tensors if "layers.0.mlp.experts.3.up_proj." in n]:
+            del tensors[name]
+
+    with pytest.raises(CheckpointError, match=r"an expert is missing.*no part 1 of expert 3"):
+        served(rewritten(checkpoint("qwen3 gptq"), tmp_path / "x", drop), quantization="bitline")
+
+
+def test_experts_of_a_layer_that_the_model_does_not_have_are_an_error(checkpoint, tmp_path):
+    def add(tensors, _settings):
+        tensors |= {n.replace("layers.1.", "layers.7."): t.clone() for n, t in tensors.items() if "layers.1.mlp.experts." in n}
+
+    with pytest.raises(CheckpointError, match=r"no modules for 18 of 62 quantized layers.*model\.layers\.7\.mlp\.experts"):
+        served(rewritten(checkpoint("qwen3 gptq"), tmp_path / "x", add), quantization="bitline")
+
+
+def test_expert_parallelism_is_refused(checkpoint, monkeypatch, capfd):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": True}
+    with pytest.raises(Exception, match="initialization failed"):
+        served(checkpoint("qwen3 gptq"), quantization="bitline", **options)
+    assert "quantization='bitline' does not spread experts over ranks" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("change, found", [
+    ({"activation": MoEActivation.GELU}, "6 experts with gelu"), ({"swiglu_limit": 7.0}, "swiglu_limit=7.0"),
+    ({"global_num_experts": 8}, "8 experts with silu"),
+])  # fmt: skip
+def test_experts_that_differ_from_vllms_are_refused(change, found, tmp_path):
+    method = BitlineExpertsMethod.__new__(BitlineExpertsMethod)
+    method.weights, method.name = SimpleNamespace(path=tmp_path), "model.layers.0.mlp.experts"
+    experts = SimpleNamespace(num_experts=6, gate=ExpertGate("silu"))
+    layer = SimpleNamespace(activation=MoEActivation.SILU, swiglu_limit=None, global_num_experts=6)
+    method._check_same(layer, experts)
+    with pytest.raises(BitlineError, match=f"{found}.*model.layers.0.mlp.experts|model.layers.0.mlp.experts.*{found}"):
+        method._check_same(SimpleNamespace(**(vars(layer) | change)), experts)
+
+
+def test_verification_names_the_experts_that_are_off(checkpoint, monkeypatch):
+    put = ExpertStack.put
+
+    def broken(self, expert, weight):
+        put(self, expert, dataclasses.replace(weight, scale=weight.scale * 1.5) if weight.spec.k == 64 else weight)
+
+    monkeypatch.setattr(ExpertStack, "put", broken)
+    with pytest.raises(BitlineError, match=r"model\.layers\.0\.mlp\.experts\.down differs from the reference"):
+        served(checkpoint("qwen3 gptq"), quantization="bitline")

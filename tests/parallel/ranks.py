@@ -1,0 +1,108 @@
+"""Runs models on ranks of a gloo group, each a process: python ranks.py RANK WORLD FOLDER, which has cases.json."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+import bitline
+from bitline.errors import BitlineError
+from bitline.parallel import TensorParallel
+
+IDS = [[1, 5, 9, 77, 3, 60, 22]]
+SECONDS = 600
+
+
+def logits(path: str, tp: Any, dtype: torch.dtype, kernel: str, ids: Any = IDS, **options: Any) -> tuple[torch.Tensor, Any]:
+    """Of a checkpoint's model: (float32 [T, V], the model)."""
+    policy = bitline.Policy() if kernel == "auto" else bitline.Policy(kernel=kernel, strict=False)
+    model = bitline.load_model(path, dtype=dtype, policy=policy, tp=tp, native_step=False, **options)
+    with torch.inference_mode():
+        return model(torch.tensor(ids)).logits[0].float(), model
+
+
+def held(model: Any) -> int:
+    """Bytes of all parameters and of the packed layers' buffers."""
+    packed = sum(m.packed_bytes() for m in model.modules() if hasattr(m, "packed_bytes"))
+    return packed + sum(p.nbytes for p in model.parameters())
+
+
+def greedy(model: Any, count: int, **options: Any) -> list[int]:
+    """Tokens of transformers' own generation."""
+    return model.generate(torch.tensor(IDS), max_new_tokens=count, do_sample=False, pad_token_id=0, **options)[0].tolist()
+
+
+def exchanged(model: Any, tp: TensorParallel) -> list[int]:
+    """Collective operations of a forward pass of one token, and the bytes that this rank gets from others."""
+    found, gather = [0, 0], tp._gather_flat
+
+    def counted(flat: torch.Tensor) -> torch.Tensor:
+        found[0] += 1
+        found[1] += (tp.world - 1) * flat.nbytes
+        return gather(flat)
+
+    tp._gather_flat = counted  # type: ignore[method-assign]
+    with torch.inference_mode():
+        model(torch.tensor([[5]]))
+    tp._gather_flat = gather  # type: ignore[method-assign]
+    return found
+
+
+def shapes(model: Any) -> dict[str, list[int]]:
+    """[N, K] of quantized linear layers, by the names that they have on one rank."""
+    wrapped = (".layer.linear", ".linear", ".embedding")
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, bitline.QuantLinear) and ".experts." not in name:
+            suffix = next((s for s in wrapped if name.endswith(s)), "")
+            found[name.removesuffix(suffix)] = [module.spec.n, module.spec.k]
+    return found
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    torch.set_num_threads(1)
+    results, said = {}, {}
+    for name, case in json.loads((folder / "cases.json").read_text()).items():
+        tp = TensorParallel(exact_activation_scales=case.get("exact", True))
+        try:
+            found, model = logits(case["path"], tp, getattr(torch, case["dtype"]), case["kernel"], merge=case.get("merge", False))
+        except BitlineError as error:
+            said[name] = str(error)
+            continue
+        results[name] = found
+        said[name] = {
+            "bytes": held(model), "modules": sorted({type(m).__name__ for m in model.modules()}), "shapes": shapes(model),
+            "exchanged": exchanged(model, tp), "unquantized": sum(p.nbytes for p in model.parameters()),
+        }  # fmt: skip
+        if case.get("tokens"):
+            said[name]["tokens"] = greedy(model, case["tokens"])
+            said[name]["static"] = greedy(model, case["tokens"], cache_implementation="static")
+    save_file(results, folder / f"rank{rank}.safetensors")
+    (folder / f"rank{rank}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+def run(folder: Path, world: int, cases: dict[str, dict[str, Any]]) -> list[tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    """Start the ranks and wait for them: (logits by case, what else they found by case) of each rank."""
+    folder.mkdir(parents=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    started = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(world), str(folder)], stderr=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]
+    errors = [process.communicate(timeout=SECONDS)[1] for process in started]
+    assert all(process.returncode == 0 for process in started), "\n".join(error[-3000:] for error in errors)
+    ranks = range(world)
+    return [(load_file(folder / f"rank{r}.safetensors"), json.loads((folder / f"rank{r}.json").read_text())) for r in ranks]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
