@@ -29,10 +29,9 @@ _parse = functools.cache(ActSpec.parse)
 _cached_text = functools.cache(str)
 
 
-@torch.compiler.assume_constant_result
 def _text(act: ActSpec) -> str:
-    """The scheme as an argument of the operator."""
-    return _cached_text(act)
+    """The scheme as an argument of the operator. Dynamo traces `str` of it; its cache is not for tracing."""
+    return str(act) if torch.compiler.is_compiling() else _cached_text(act)
 
 
 def quantize(x: Tensor, scheme: ActSpec, scale: Tensor | None = None, zero: Tensor | None = None) -> QuantizedInput:

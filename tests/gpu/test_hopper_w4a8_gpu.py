@@ -92,8 +92,8 @@ def test_every_persistent_config_with_whole_and_stream_k_tiles(config, spec, pin
 @pytest.mark.parametrize("k_blocks", [1, 2, 4])
 @pytest.mark.parametrize("n16", [1, 3, 4, 9, 16])
 def test_every_kind_of_small_m_config(n16, k_blocks):
-    for spec in (FP8, FP8.replace(block=(1, 4304)), INT8.replace(block=(1, 32)), INT8.replace(block=(1, 256))):
-        shaped = spec.replace(n=1000, k=4304)
+    for spec, group in ((FP8, 128), (FP8, 4304), (INT8, 32), (INT8, 256)):
+        shaped = spec.replace(n=1000, k=4304, block=(1, group))
         scheme = w4a8_scheme(shaped)
         for make, given, judge in PAIRS:
             weight = make(shaped, 3, "cuda")

@@ -35,6 +35,7 @@ TRITON = [
     W4.replace(weight=types.uint4, zero="float", block=(1, 32), scale_dtype=torch.float16, n=576, k=576),
     W4.replace(weight=types.uint8b128),
     W4.replace(weight=types.uint8, zero="int", act_dtype=torch.float16),
+    W4.replace(weight=types.uint8b128, act_dtype=torch.float16),
     W4.replace(weight=types.uint2, zero="int", block=(1, 64)),
     W4.replace(block=(1, 520), act_order=True, bias=True),
     W4.replace(block=(1, 48), weight=types.int4),
