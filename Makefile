@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NATIVE := $(BIN)/python -c 'from bitline import native; print(native.find() or "")'
 SPLIT := $(if $(SHARD),--splits $(word 2,$(subst /, ,$(SHARD))) --group $(word 1,$(subst /, ,$(SHARD))))
 
-.PHONY: run test test-all lint docs sanitize sanitize-gpu clean
+.PHONY: run test test-all test-gpu lint docs sanitize sanitize-gpu clean
 
 run: .venv/run
 	$(BIN)/bitline run smollm2 --chat --prompt "$(PROMPT)"
@@ -19,6 +19,10 @@ test: .venv/test
 test-all: test .venv-vllm/ready
 	$(BIN)/python -m pytest -n auto -m exhaustive $(SPLIT)
 	$(if $(filter-out 1/%,$(SHARD)),,BITLINE_NATIVE_LIBRARY=$$($(NATIVE)) .venv-vllm/bin/python -m pytest -n 0 tests/in_vllm)
+
+# Kernels on a GPU of this machine; every other test hides GPUs. Compiling for Hopper takes a minute of many processes.
+test-gpu: .venv/test
+	$(BIN)/python -m pytest -n auto tests/gpu
 
 lint: .venv/test
 	$(BIN)/ruff check src tests benchmarks fuzz examples

@@ -128,6 +128,12 @@ def launched_rank() -> int:
     return int(text) if text.isdigit() else 0
 
 
+def local_ranks() -> int:
+    """Processes that torchrun started on this machine: `$LOCAL_WORLD_SIZE`, 1 where it is not set or no number."""
+    text = _read("LOCAL_WORLD_SIZE")
+    return max(1, int(text)) if text.isdigit() else 1
+
+
 def local_rank() -> int:
     """This process's number on its machine: `$LOCAL_RANK`."""
     text = _read("LOCAL_RANK")

@@ -26,14 +26,6 @@ _LIBRARY.define(
 _parse = functools.cache(ActSpec.parse)
 
 
-_cached_text = functools.cache(str)
-
-
-def _text(act: ActSpec) -> str:
-    """The scheme as an argument of the operator. Dynamo traces `str` of it; its cache is not for tracing."""
-    return str(act) if torch.compiler.is_compiling() else _cached_text(act)
-
-
 def quantize(x: Tensor, scheme: ActSpec, scale: Tensor | None = None, zero: Tensor | None = None) -> QuantizedInput:
     """Quantize activations, bit for bit as a layer of the scheme quantizes its input.
 
@@ -129,7 +121,7 @@ def _run(
     rows = _rows(x)
     operands = (None if other is None else _rows(other), None if residual is None else _rows(residual))
     op = OP if needs_dispatcher(x) else _quantize_impl
-    codes, scales, zeros, total = op(rows, *operands, epsilon, scale, zero, source, _text(act))
+    codes, scales, zeros, total = op(rows, *operands, epsilon, scale, zero, source, act.text)
     if not act.dynamic:
         assert scale is not None
         scales = scale.reshape(1).float()

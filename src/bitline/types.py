@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -174,6 +174,7 @@ class ActSpec:
         scale: Scale format: "float" (float32), "e8m0" (MX), "e4m3" (NVFP4, under a static global scale) or "e5m3".
         limit: Upper bound of the absolute maximum from which a dynamic scale is computed (vLLM's `input_scale_ub`); larger
             activations saturate. 0 for none.
+        text: The text form, which `parse` reads; made once, so that torch.compile need not trace how.
     """
 
     dtype: ScalarType
@@ -183,12 +184,16 @@ class ActSpec:
     symmetric: bool = True
     scale: Literal["float", "e8m0", "e4m3", "e5m3"] = "float"
     limit: float = 0.0
+    text: str = field(init=False, repr=False, compare=False)
 
-    def __str__(self) -> str:
+    def __post_init__(self) -> None:
         granularity = f"group{self.group_size}" if self.granularity == "group" else self.granularity
         words = [self.dtype.name, "dynamic" if self.dynamic else "static", granularity]
         words += ([] if self.symmetric else ["asym"]) + ([] if self.scale == "float" else [self.scale])
-        return "-".join(words + ([f"limit{self.limit!r}"] if self.limit else []))
+        object.__setattr__(self, "text", "-".join(words + ([f"limit{self.limit!r}"] if self.limit else [])))
+
+    def __str__(self) -> str:
+        return self.text
 
     @staticmethod
     def parse(text: str) -> ActSpec:

@@ -230,7 +230,7 @@ def test_one_launch_has_one_workspace_per_stream(fake):
 
 def test_an_input_elsewhere_is_refused():
     packed = list(GluonHopperScaledMMLinearKernel.pack(random_weight(FP8, 1)).values())
-    with pytest.raises(InputError, match="another device"):
+    with pytest.raises(InputError, match="on one GPU"):
         scaled_linear.run(torch.ones(1, 520).bfloat16(), packed, None, FP8)
     assert GluonHopperScaledMMLinearKernel.apply(torch.ones(0, 520).bfloat16(), packed, None, FP8).shape == (0, 200)
 

@@ -1,4 +1,7 @@
-"""Runs models on ranks of a gloo group, each a process: python ranks.py RANK WORLD FOLDER, which has cases.json."""
+"""Runs models on ranks, each a process: python ranks.py RANK WORLD FOLDER DEVICE. The folder has cases.json.
+
+DEVICE is cpu, with a gloo group, or cuda, with NCCL and a GPU for each rank.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def logits(path: str, tp: Any, dtype: torch.dtype, kernel: str, ids: Any = IDS, 
     policy = bitline.Policy() if kernel == "auto" else bitline.Policy(kernel=kernel, strict=False)
     model = bitline.load_model(path, dtype=dtype, policy=policy, tp=tp, native_step=False, **options)
     with torch.inference_mode():
-        return model(torch.tensor(ids)).logits[0].float(), model
+        return model(torch.tensor(ids, device=model.device)).logits[0].float().cpu(), model
 
 
 def held(model: Any) -> int:
@@ -36,7 +39,9 @@ def held(model: Any) -> int:
 
 def greedy(model: Any, count: int, **options: Any) -> list[int]:
     """Tokens of transformers' own generation."""
-    return model.generate(torch.tensor(IDS), max_new_tokens=count, do_sample=False, pad_token_id=0, **options)[0].tolist()
+    return model.generate(
+        torch.tensor(IDS, device=model.device), max_new_tokens=count, do_sample=False, pad_token_id=0, **options
+    )[0].tolist()
 
 
 def exchanged(model: Any, tp: TensorParallel) -> list[int]:
@@ -50,7 +55,7 @@ def exchanged(model: Any, tp: TensorParallel) -> list[int]:
 
     tp._gather_flat = counted  # type: ignore[method-assign]
     with torch.inference_mode():
-        model(torch.tensor([[5]]))
+        model(torch.tensor([[5]], device=model.device))
     tp._gather_flat = gather  # type: ignore[method-assign]
     return found
 
@@ -66,14 +71,19 @@ def shapes(model: Any) -> dict[str, list[int]]:
     return found
 
 
-def main(rank: int, world: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def main(rank: int, world: int, folder: Path, device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+    )
     torch.set_num_threads(1)
     results, said = {}, {}
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         tp = TensorParallel(exact_activation_scales=case.get("exact", True))
         try:
-            found, model = logits(case["path"], tp, getattr(torch, case["dtype"]), case["kernel"], merge=case.get("merge", False))
+            found, model = logits(case["path"], tp, getattr(torch, case["dtype"]), case["kernel"],
+                                  merge=case.get("merge", False), device=device)  # fmt: skip
         except BitlineError as error:
             said[name] = str(error)
             continue
@@ -90,12 +100,16 @@ def main(rank: int, world: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def run(folder: Path, world: int, cases: dict[str, dict[str, Any]]) -> list[tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+def run(
+    folder: Path, world: int, cases: dict[str, dict[str, Any]], device: str = "cpu"
+) -> list[tuple[dict[str, torch.Tensor], dict[str, Any]]]:
     """Start the ranks and wait for them: (logits by case, what else they found by case) of each rank."""
     folder.mkdir(parents=True)
     (folder / "cases.json").write_text(json.dumps(cases))
     started = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(world), str(folder)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(world), str(folder), device], stderr=subprocess.PIPE, text=True
+        )
         for rank in range(world)
     ]
     errors = [process.communicate(timeout=SECONDS)[1] for process in started]
@@ -105,4 +119,4 @@ def run(folder: Path, world: int, cases: dict[str, dict[str, Any]]) -> list[tupl
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -92,6 +92,7 @@ def load_model(
         tuner.tune(counts, device, policy, tuner.DEFAULT_SECONDS if tune is True else tune, again=False)
     if ranks is not None:
         ranks.check_same(_facts(checkpoint, dtype, policy, merge=merge), device)
+        ranks.prepare(device)
     with _load_lock, nullcontext() if ranks is None else ranks.together(device):
         model = _load(checkpoint, device, dtype, policy, progress, merge=merge, tp=ranks)
     if env.verify() if verify is None else verify:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bitline import env
 from bitline.errors import BitlineError, InputError
+from bitline.parallel.one_shot import OneShotSum, open_one_shot
 
 ONE_SHOT_BYTES = 1 << 18  # a rank's part of a sum up to which every rank reads all parts
 TIMEOUT = datetime.timedelta(seconds=120)  # of a process group that `resolve` makes; a lost rank ends the others after it
@@ -33,7 +34,10 @@ class TensorParallel:
     Attributes:
         rank: This process's number in the group.
         world: Ranks.
+        one_shot: Sums small tensors on a GPU in one launch, after `prepare`; None where NCCL or gloo does.
     """
+
+    one_shot: OneShotSum | None = None
 
     def __init__(self, group: Any = None, *, exact_activation_scales: bool = True) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -69,12 +73,21 @@ class TensorParallel:
         group = tp if isinstance(tp, TensorParallel) else cls(tp)
         return group if group.world > 1 else None
 
+    def prepare(self, device: torch.device) -> None:
+        """Share memory between the ranks' GPUs where they can. All ranks call it, before they capture a CUDA graph."""
+        if device.type == "cuda" and dist.get_backend(self.group) == "nccl" and self.one_shot is None:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            with _failures():
+                self.one_shot = open_one_shot(self.group, torch.device("cuda", index), ONE_SHOT_BYTES)
+
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The sum of all ranks' x, of one shape, in `dtype` (x's by default)."""
         dtype = dtype or x.dtype
         flat = x.contiguous().view(-1)
         if flat.numel() == 0:
             return x.to(dtype)
+        if self.one_shot is not None and x.is_cuda and self.one_shot.fits(flat):
+            return self.one_shot(flat, dtype).view(x.shape)
         if flat.nbytes <= ONE_SHOT_BYTES:
             return _ordered_sum(self._gather_flat(flat), dtype).view(x.shape)
         return self._sum_in_parts(flat, dtype).view(x.shape)
@@ -104,7 +117,10 @@ class TensorParallel:
         """[world, numel]."""
         out = flat.new_empty(self.world, flat.numel())
         with _failures():
-            dist.all_gather(list(out), flat, group=self.group)
+            if flat.is_cuda:
+                dist.all_gather_into_tensor(out, flat, group=self.group)
+            else:
+                dist.all_gather(list(out), flat, group=self.group)
         return out
 
     @contextlib.contextmanager
@@ -166,7 +182,11 @@ def _initialize(device: torch.device) -> None:
     if dist.is_initialized():
         return
     if device.type == "cuda":
-        torch.cuda.set_device(env.local_rank() % torch.cuda.device_count())
+        gpus = torch.cuda.device_count()
+        if env.local_ranks() > gpus:
+            raise InputError("each rank of a tensor-parallel group has a GPU of its own", found=f"{env.local_ranks()} ranks and "
+                             f"{gpus} GPUs on this machine", fix="start as many ranks as GPUs, or pass --device cpu")  # fmt: skip
+        torch.cuda.set_device(env.local_rank())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
 
 

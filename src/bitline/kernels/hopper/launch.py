@@ -49,7 +49,8 @@ def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSp
     """y [M, N]; x [M, K] contiguous. InputError where x is not on the weight's GPU."""
     device = x.get_device()
     if device < 0 or packed[0].get_device() != device:  # the launcher takes any address
-        raise InputError("the input of a layer is on another device", found=x.device, expected=packed[0].device)
+        raise InputError("a layer of this kernel and its input are on one GPU", found=f"an input on {x.device}, weights on "
+                         f"{packed[0].device}", fix="move them, or choose a kernel for the weight's device")  # fmt: skip
     perm, k = packed[4], spec.k
     if perm.numel():
         x = x.index_select(1, perm)

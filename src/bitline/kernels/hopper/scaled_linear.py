@@ -63,7 +63,8 @@ def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSp
     """y [M, N]; x [M, K] contiguous. InputError where x is not on the weight's GPU."""
     device = x.get_device()
     if device < 0 or packed[0].get_device() != device:  # the launcher takes any address
-        raise InputError("the input of a layer is on another device", found=x.device, expected=packed[0].device)
+        raise InputError("a layer of this kernel and its input are on one GPU", found=f"an input on {x.device}, weights on "
+                         f"{packed[0].device}", fix="move them, or choose a kernel for the weight's device")  # fmt: skip
     plan = plan_of(spec, x.shape[0], bias is not None, device)
     if spec.k % 8:
         x = pad(x, (0, -spec.k % 8))

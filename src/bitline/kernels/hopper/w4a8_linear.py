@@ -26,7 +26,6 @@ class GluonHopperW4A8LinearKernel(GluonHopperScaledMMLinearKernel):
     """
 
     families = ("mp",)
-    unproven = True  # tiles of an even number of stages
 
     @classmethod
     def can_implement(cls, spec: LinearSpec) -> Verdict:

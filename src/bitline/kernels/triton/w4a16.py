@@ -28,7 +28,6 @@ class TritonWeightOnlyKernel(Kernel):
     platforms = ("cuda", "rocm", "xpu", "cpu")
     backend = "triton"
     priority = 10
-    experts_unproven = True
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:
