@@ -135,11 +135,18 @@ class TensorParallel:
         except BaseException:
             with contextlib.suppress(BitlineError):
                 self._gather_flat(torch.ones(1, device=device))
+            self._before_an_error(device)
             raise
         failed = self._gather_flat(torch.zeros(1, device=device)).view(-1).nonzero().view(-1).tolist()
         if failed:
+            self._before_an_error(device)
             raise BitlineError("another rank of the tensor-parallel group failed", found=f"ranks {failed}",
                                fix="its own error says why")  # fmt: skip
+
+    def _before_an_error(self, device: torch.device) -> None:
+        """Wait for all ranks: one that ends at once may end the exchange that tells the others why."""
+        with contextlib.suppress(BitlineError):
+            self._gather_flat(torch.zeros(1, device=device))
 
     def check_same(self, facts: Mapping[str, Any], device: torch.device) -> None:
         """Compare facts that all ranks must agree on.
@@ -153,6 +160,7 @@ class TensorParallel:
         for i, (name, value) in enumerate(facts.items()):
             others = [r for r in range(self.world) if not torch.equal(by_rank[r, i], by_rank[0, i])]
             if others:
+                self._before_an_error(device)
                 raise BitlineError(f"ranks of a tensor-parallel group differ in {name}", found=f"rank {self.rank} has {value}",
                                    expected=f"the same everywhere; ranks {others} differ from rank 0",
                                    fix="start all ranks with one checkpoint, version and arguments")  # fmt: skip
