@@ -7,17 +7,16 @@ import torch
 from torch.nn.functional import silu
 
 from bitline import InputError, Policy, types
+from bitline.expert_counts import active_experts, tokens_per_expert
 from bitline.expert_gate import ACTIVATIONS, ExpertGate, recognize
 from bitline.experts import (
     EXPERT_ALIGNMENT,
     ExpertStack,
     QuantExperts,
     _resolve,
-    active_experts,
     expert_policy,
     may_fuse,
     stack_experts,
-    tokens_per_expert,
 )
 from bitline.kernels.reference import ReferenceLinearKernel
 from bitline.testing.generators import random_weight

@@ -12,7 +12,7 @@ ROWS = (
     ("version", "errors", "env", "host"),
     ("native",),
     ("memory",),
-    ("types", "bitstream", "expert_gate", "packed_module"),
+    ("types", "bitstream", "expert_counts", "expert_gate", "packed_module"),
     ("dequant", "weight_checks"),
     ("sharding",),
     ("platform", "weight", "act_quant"),

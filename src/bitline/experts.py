@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bitline.errors import InputError, OutOfMemoryError
+from bitline.expert_counts import tokens_per_expert
 from bitline.expert_gate import ExpertGate
 from bitline.kernels.base import Kernel
 from bitline.kernels.registry import kernel_by_name, on_change
@@ -29,16 +30,6 @@ _LIBRARY.define(
     "experts(Tensor x, Tensor index, Tensor weights, Tensor[] up, Tensor? up_bias, Tensor[] down, Tensor? down_bias, "
     "str up_kernel, str up_spec, str down_kernel, str down_spec, str gate) -> Tensor"
 )
-
-
-def active_experts(num_experts: int, top_k: int, tokens: int) -> float:
-    """Expected number of experts that a batch of tokens touches, where each token's are equally likely."""
-    return num_experts * (1.0 - (1.0 - min(top_k, num_experts) / num_experts) ** tokens)
-
-
-def tokens_per_expert(num_experts: int, top_k: int, tokens: int) -> int:
-    """Expected tokens that an active expert gets of a batch."""
-    return max(1, round(tokens * top_k / active_experts(num_experts, top_k, tokens)))
 
 
 def expert_policy(policy: Policy, num_experts: int, top_k: int) -> Policy:

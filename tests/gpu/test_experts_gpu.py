@@ -6,7 +6,6 @@ import torch
 from bitline import types
 from bitline.expert_gate import ExpertGate
 from bitline.kernels.triton import experts
-from bitline.kernels.triton.w4a16 import TritonWeightOnlyKernel
 from bitline.testing import poison
 from bitline.testing.generators import inputs, lossless_inputs
 from bitline.types import LinearSpec
@@ -31,12 +30,6 @@ LAYERS = [  # (second projection, gate, K)
     (MX4.replace(block=(1, 16), scale_dtype=torch.float8_e4m3fn, act_dtype=F16), SILU, 512),
     (MX4.replace(weight=types.float8_e4m3fn, block=(128, 128), scale_dtype=torch.float32), SILU, 512),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fused(monkeypatch):
-    """The kernel of all experts, also while it counts as unproven."""
-    monkeypatch.setattr(TritonWeightOnlyKernel, "experts_unproven", False)
 
 
 def _name(spec):
@@ -108,7 +101,9 @@ def test_sorted_pairs(size):
     pairs, count = size
     up, down = specs_of(W4, RELU, 520)
     index = torch.randint(-1, count + 1, (pairs, 1), generator=torch.Generator().manual_seed(pairs)).cuda()
-    plan = experts.ExpertsPlan((up, down), RELU, count, (5, 2), (False, False), 64, True, index.device)
+    plan = experts.ExpertsPlan(
+        (up, down), RELU, count, (5, 2), (False, False), experts.Load(64, True, (False, False)), index.device
+    )
     with poison():
         (_, in_order, blocks), num_blocks = plan.routes(index)
     flat = index.view(-1).cpu()

@@ -55,7 +55,9 @@ def rows_alone(tp):
     spec = LinearSpec(1024, 2048, bitline.types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
     whole = random_weight(spec, 1, "cuda")
     half = spec.k // tp.world
-    layer = bitline.QuantLinear(whole.narrow(1, tp.rank * half, (tp.rank + 1) * half), policy=bitline.Policy(batch_invariant=True))
+    layer = bitline.QuantLinear(
+        whole.narrow(1, tp.rank * half, (tp.rank + 1) * half), policy=bitline.Policy(batch_invariant=True)
+    )
     x = torch.randn(64, spec.k, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
     mine = x[:, tp.rank * half : (tp.rank + 1) * half].contiguous()
     y = tp.sum(layer(mine))

@@ -169,7 +169,9 @@ def test_sorted_pairs_and_blocks(size):
     pairs, count = size
     up, down = specs_of(W4, RELU, 72)
     index = torch.randint(-1, count + 1, (pairs, 1), generator=torch.Generator().manual_seed(pairs))
-    plan = experts.ExpertsPlan((up, down), RELU, count, (1, 1), (False, False), 16, True, torch.device("cpu"))
+    plan = experts.ExpertsPlan(
+        (up, down), RELU, count, (1, 1), (False, False), experts.Load(16, True, (False, False)), torch.device("cpu")
+    )
     with poison():
         (_, in_order, blocks), num_blocks = plan.routes(index)
     expert, start, end = blocks.view(3, num_blocks).tolist()
@@ -212,6 +214,7 @@ def test_tiles_of_other_gpus(traits, monkeypatch):
     """RDNA, CDNA, and NVIDIA before sm80."""
     monkeypatch.setattr(experts, "device_traits", lambda device: DeviceTraits(*traits))
     monkeypatch.setattr(experts, "_plans", {})
+    monkeypatch.setattr(experts, "_plans_of_pairs", {})
     up, down = specs_of(W4.replace(n=33, act_dtype=F16), RELU, 72)
     layer = Experts.make(up, down, RELU, 3, lossless=True)
     for tokens in (2, 65):
@@ -221,10 +224,16 @@ def test_tiles_of_other_gpus(traits, monkeypatch):
     assert len(experts._plans) == 2
 
 
-def test_bucket_of():
-    from bitline.kernels.triton.experts import bucket_of
+def test_tiles_and_the_sort():
+    from bitline.kernels.triton import experts
 
-    assert [bucket_of(m) for m in (1, 8, 9, 17, 33, 65, 255, 256, 9999)] == [8, 8, 16, 32, 64, 64, 64, 128, 128]
+    assert [experts.tile_for(mean) for mean in (1, 6, 6.1, 28, 29, 64, 200, 201, 9999)] == [8, 8, 16, 16, 32, 64, 64, 128, 128]
+    small, large = 2_400_000, 91_000_000  # of 768 x 2048 and 14336 x 4096, 4 bits
+    assert experts.load_of(8, 128, (1536, 2048), small) == (8, False, (True, True))
+    assert experts.load_of(32, 128, (1536, 2048), small) == (8, False, (False, False))  # 28 of 32 pairs have their own expert
+    assert experts.load_of(65, 128, (1536, 2048), small).is_sorted
+    assert experts.load_of(8, 8, (28672, 4096), large) == (8, True, (False, True))  # unsorted, 3 experts would be read again
+    assert experts.load_of(8192, 8, (28672, 4096), large) == (128, True, (False, False))
 
 
 def test_what_does_not_fit_together_is_left_to_the_loop():

@@ -163,7 +163,8 @@ def experts_of_layers(name, target, traits):
         spec = spec.replace(act_dtype=torch.float16) if traits.no_mma else spec
         k_blocks = -(-spec.k // layout_of(spec).block_k)
         for m in m_values if name == "sm_90" else (m_values[0], m_values[-1]):
-            config, _ = experts_host.gemm_configs((spec, spec), (k_blocks, k_blocks), max(m, 8), traits)
+            load = experts_host.Load(max(m, 8), m > 0, (m <= 8, m <= 8))
+            config, _ = experts_host.gemm_configs((spec, spec), (k_blocks, k_blocks), load, traits)
             constants = experts_host.projection_constants(
                 spec, gate, config, k_blocks, False, m > 0, traits.is_nvidia, traits.no_mma
             )

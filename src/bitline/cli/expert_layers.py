@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bitline.checkpoint import Checkpoint
-from bitline.experts import active_experts, expert_policy, tokens_per_expert
+from bitline.expert_counts import active_experts, tokens_per_expert
+from bitline.experts import expert_policy
 from bitline.model.expert_names import TOP_K_KEYS
 from bitline.select import Policy
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from bitline.cli.console import out
 from bitline.cli.explain_table import PlanTable, show_ranks
 from bitline.cli.render import at_commas, hanging, put, rate, table
-from bitline.experts import active_experts
+from bitline.expert_counts import active_experts
 from bitline.select import format_seconds, short_name
 
 _NEAR = ("policy", "layer", "package", "machine")  # refusals worth a line each: the kernel is for such schemes and this vendor

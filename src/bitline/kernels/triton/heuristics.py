@@ -79,7 +79,6 @@ def choose_gemm_config(
 
     needs_x_sums: zero points or offsets need a second set of accumulators, the sums of x.
     """
-    block_k = layout.block_k
     if traits.no_mma:
         config = GemmConfig(8, 16, 8, 8, 2)
     elif dtype == torch.float32:
@@ -90,11 +89,18 @@ def choose_gemm_config(
         config = _m16_config(n, k_blocks)
     else:
         config = _large_m_config(m, n, 64 if needs_x_sums else 128)  # 128 columns of two accumulators exceed the registers
-    config = _adapt_to_device(config, block_k, dtype, traits)
+    config = fit_to_device(config, layout, dtype, needs_x_sums, traits)
+    return config._replace(split_k=min(config.split_k, -(-k_blocks // config.k_slices)))
+
+
+def fit_to_device(
+    config: GemmConfig, layout: PackedLayout, dtype: torch.dtype, needs_x_sums: bool, traits: DeviceTraits
+) -> GemmConfig:
+    """A configuration within the device's matrix instructions, registers and shared memory."""
+    config = _adapt_to_device(config, layout.block_k, dtype, traits)
     if traits.warp_level_mma and config.tile_m > 16:
         config = _fit_registers(config, layout, needs_x_sums)
-    config = config._replace(split_k=min(config.split_k, -(-k_blocks // config.k_slices)))
-    return _fit_shared_memory(config, block_k, dtype, traits)
+    return _fit_shared_memory(config, layout.block_k, dtype, traits)
 
 
 def _m8_config(n: int, k_blocks: int) -> GemmConfig:
