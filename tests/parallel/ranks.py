@@ -27,8 +27,14 @@ def logits(path: str, tp: Any, dtype: torch.dtype, kernel: str, ids: Any = IDS, 
     """Of a checkpoint's model: (float32 [T, V], the model)."""
     policy = bitline.Policy() if kernel == "auto" else bitline.Policy(kernel=kernel, strict=False)
     model = bitline.load_model(path, dtype=dtype, policy=policy, tp=tp, native_step=False, **options)
+    return forward(model, ids), model
+
+
+def forward(model: Any, ids: Any = IDS) -> torch.Tensor:
+    """float32 [T, V]."""
     with torch.inference_mode():
-        return model(torch.tensor(ids, device=model.device)).logits[0].float().cpu(), model
+        logits: torch.Tensor = model(torch.tensor(ids, device=model.device)).logits
+    return logits[0].float().cpu()
 
 
 def held(model: Any) -> int:

@@ -123,10 +123,10 @@ def sensitivity(model, want, size=1e-6, tries=24):
     largest = 0.0
     for seed in range(tries):
         generator = torch.Generator().manual_seed(seed)
-        shake = lambda _module, _args, y, g=generator: y * (1 + size * torch.randn(y.shape, generator=g))
+        shake = lambda _module, _args, y, g=generator: y * (1 + size * torch.randn(y.shape, generator=g).to(y.device, y.dtype))
         hook = model.get_input_embeddings().register_forward_hook(shake)
         with torch.inference_mode():
-            largest = max(largest, float(distances(model(torch.tensor(ranks.IDS)).logits[0].float(), want).max()))
+            largest = max(largest, float(distances(ranks.forward(model), want).max()))
         hook.remove()
     return largest
 
