@@ -171,6 +171,7 @@ def seconds_of(calls: Sequence[Callable[[], Any]], device: torch.device, clock: 
 
 def in_turn(
     calls: Mapping[str, Sequence[Callable[[], Any]]], device: torch.device, seconds: float, clock: Clock = time.perf_counter,
+    *, yardstick: str = "",
 ) -> dict[str, list[float]]:  # fmt: skip
     """Times of several things that take turns, in an order that changes from round to round.
 
@@ -182,6 +183,7 @@ def in_turn(
         device: Where they run; on a GPU a round has ten calls of each.
         seconds: Time for all rounds.
         clock: Seconds.
+        yardstick: The name of what others are not slow compared with, such as a read of as many bytes; it is never slow itself.
 
     Returns:
         By name, seconds of one call in each round.
@@ -197,7 +199,8 @@ def in_turn(
 
     first = {name: turn(name) for name in calls}  # may allocate or compile
     warm = {name: min(first[name], turn(name)) for name in calls}
-    racing = [name for name in calls if warm[name] <= SLOW * min(warm.values())]
+    fastest = min((value for name, value in warm.items() if name != yardstick), default=0.0)
+    racing = [name for name in calls if name == yardstick or warm[name] <= SLOW * fastest]
     shuffler = random.Random(0)  # a kernel is slower after one that has evicted its input and code, so the order changes
     end, rounds = clock() + seconds, 0
     while rounds < _LEAST or (rounds < _MOST and clock() < end):

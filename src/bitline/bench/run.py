@@ -162,9 +162,9 @@ class _Bench:
             calls: dict[str, _Calls] = {"dense": [partial(linear, x, w) for (w,) in dense]}
             calls |= {c.result.kernel: [partial(call, x) for call in c.calls] for c in contenders if c.runs}
             if self.device.type == "cpu":
-                calls["read"] = timing.reads(spec.weight_bytes(), nbytes)
-                times = timing.in_turn(calls, self.device, self.seconds, self.clock)
-                found.read_seconds[m] = statistics.median(times["read"]) * total / spec.weight_bytes()
+                calls["read"] = timing.reads(total, nbytes)
+                times = timing.in_turn(calls, self.device, self.seconds, self.clock, yardstick="read")
+                found.read_seconds[m] = statistics.median(times["read"])
             else:
                 times = self._gpu_times(calls, contenders, m)
                 found.read_seconds[m] = total / (self.bandwidth or 1.0)

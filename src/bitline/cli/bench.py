@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 import typer
 
 from bitline.bench.compare import Comparison, compare_reports
-from bitline.bench.grid import Options, Problem, parse_grid, read_grid, with_option
+from bitline.bench.grid import Options, Problem, problems_of, read_grid, with_option
 from bitline.bench.plot import figure_class, roofline
 from bitline.bench.report import Report, read_report
 from bitline.bench.run import run_problems
@@ -66,9 +66,9 @@ def bench_report(model: str | None, shape: str | None, batch: Path | None, asked
     elif batch is not None:
         problems, path = read_grid(batch, dtype or default_dtype(None, platform), options), str(batch)
     else:
-        text = " ".join((shape or "").split(","))
-        problems, path = _usage("--shape", lambda: parse_grid(text, dtype or default_dtype(None, platform), options)), None
-        problems = [replace(problem, line=0) for problem in problems]
+        own, words = dtype or default_dtype(None, platform), (shape or "").split(",")
+        problems = _usage("--shape", lambda: [p for word in words for p in problems_of(word.strip(), options, own)])
+        path = None
     with progress_bars(quiet=quiet) as progress:
         report = run_problems(
             problems, target, asked.seconds, sustained=asked.sustained,

@@ -19,7 +19,7 @@ _SHOWN = 40  # faster times
 def show(report: Report) -> None:
     """Print a report."""
     machine = report.machine
-    threads = f", {machine['threads']} threads" if machine["device"] == "cpu" else ""
+    threads = f", {machine['threads']} thread{'s' * (machine['threads'] != 1)}" if machine["device"] == "cpu" else ""
     what = escape(report.path or "layers of random weights")
     out.print(f"[bold]{what}[/] on {machine['device']}, {machine['name']}{threads}", highlight=False, soft_wrap=True)
     if report.bandwidth is not None:
@@ -54,18 +54,18 @@ def _show_times(problem: ProblemResult) -> None:
     head = f"{problem.layers} × {problem.example}, " if problem.layers > 1 else f"{problem.example}, " if problem.example else ""
     put(Text(f"\n{head}{problem.scheme} {_shape(problem)}, input {problem.dense_dtype}", "bold"))
     sustained = any(result.sustained_seconds for result in problem.kernels)
-    grid = table("M", "", "kernel", "time", *(("sustained",) if sustained else ()), "/limit", "/dense", "bytes/s", "FLOP/s", "")
+    grid = table("M, kernel", "time", *(("sustained",) if sustained else ()), "/limit", "/dense", "rate", "")
     for m in problem.m:
         own = problem.dense_seconds.get(m)
         if own is None:
             continue
         limit, blank = problem.limit(m), [""] if sustained else []
         kind = "read limit" if problem.read_seconds[m] >= problem.compute_seconds[m] else "compute limit"
-        grid.add_row(str(m), "", Text(kind, "dim"), format_seconds(limit), *blank, "", "", "", "", "")
+        grid.add_row(Text.assemble((f"M={m} ", "bold"), (kind, "dim")), format_seconds(limit), *blank, "", "", "", "")
         rows: list[tuple[float, KernelResult | None]] = [(own, None)]
         rows += [(result.measured_seconds[m], result) for result in problem.kernels if m in result.measured_seconds]
         for seconds, result in sorted(rows, key=lambda row: row[0]):
-            grid.add_row("", *_cells(problem, m, seconds, result, sustained=sustained))
+            grid.add_row(*_cells(problem, m, seconds, result, sustained=sustained))
     put(grid)
     for result in problem.kernels:
         if result.status in ("refused", "skipped"):
@@ -73,24 +73,25 @@ def _show_times(problem: ProblemResult) -> None:
 
 
 def _cells(problem: ProblemResult, m: int, seconds: float, result: KernelResult | None, *, sustained: bool) -> list[str | Text]:
-    """A row of a table, without M. result: None for dense linear."""
+    """A row of a table. result: None for dense linear."""
     (n, k), width = problem.shape, DTYPES[problem.dense_dtype].itemsize
     weight = n * k * width if result is None else problem.weight_bytes
-    mark = Text("→", "green") if result is not None and result.kernel == problem.kernel else ""
-    name: str | Text = Text("dense linear", "dim") if result is None else short_name(result.kernel)
+    name = Text("  dense linear", "dim")
+    if result is not None:
+        mark = ("→ ", "green") if result.kernel == problem.kernel else "  "
+        name = Text.assemble(mark, short_name(result.kernel))
     later = result.sustained_seconds.get(m) if result is not None else None
     extra = [format_seconds(later) if later is not None else ""] if sustained else []
     few = f"{result.calls[m]} calls" if result is not None and result.calls.get(m, 1 << 30) < 5 and not sustained else ""
-    return [
-        mark, name, format_seconds(seconds), *extra,
-        f"{seconds / problem.limit(m):.2f}", f"{seconds / problem.dense_seconds[m]:.2f}",
-        rate((weight + m * (n + k) * width) / seconds, "B/s"), rate(2 * m * n * k / seconds, "FLOP/s"), few,
-    ]  # fmt: skip
+    reads, operations = (weight + m * (n + k) * width) / seconds, 2 * m * n * k / seconds
+    reached = rate(reads, "B/s") if problem.read_seconds[m] >= problem.compute_seconds[m] else rate(operations, "FLOP/s")
+    ratios = [f"{seconds / problem.limit(m):.2f}", f"{seconds / problem.dense_seconds[m]:.2f}"]
+    return [name, format_seconds(seconds), *extra, *ratios, reached, few]
 
 
 def _show_checks(problems: list[ProblemResult]) -> None:
     lines = ("line",) if any(problem.line for problem in problems) else ()
-    grid = table(*lines, "layers", "M", "kernels", "error/allowed", "")
+    grid = table(*lines, "layers", "M", "kernels", "error", "")
     for problem in problems:
         line = [str(problem.line)] if lines else []
         ran = [result for result in problem.kernels if result.status == "ok"]
