@@ -73,12 +73,15 @@ def test_a_problem_is_a_line_that_makes_it_again():
     ("line", "words"),
     [
         ("--m=0 64x64", "'0'"), ("--m=1,,2 64x64", "empty item"), ("--m=16..2 64x64", "2..16"), ("--m=1.. 64x64", "batch sizes"),
-        ("--m=65537 64x64", "65536"), ("--m=1e3 64x64", "batch sizes"), ("--m 1 64x64", "not an option"), ("--n=1 64x64", "--skip-impl"),
+        ("--m=65537 64x64", "65536"), ("--m=1e3 64x64", "batch sizes"), ("--m 1 64x64", "not an option"),
+        ("--n=1 64x64", "--skip-impl"),
         ("-m=1 64x64", "not an option"), ("--mode=X 64x64", "C (correctness)"), ("--mode= 64x64", "C (correctness)"),
-        ("--scheme=W9A16 64x64", "W4A16_ASYM"), ("--scheme=W4A16:g0 64x64", "act_order, bias"), ("--scheme=W4A16:g8:g4 64x64", "one group"),
-        ("--scheme=FP8:g64 64x64", "group size"), ("--scheme=Q4_K:g64 64x64", "no group size"), ("--scheme=W4A16:bias:bias 64x64", "W4A16"),
+        ("--scheme=W9A16 64x64", "W4A16_ASYM"), ("--scheme=W4A16:g0 64x64", "act_order, bias"),
+        ("--scheme=W4A16:g8:g4 64x64", "one group"), ("--scheme=W4A16:bias:bias 64x64", "W4A16"),
+        ("--scheme=FP8:g64 64x64", "group size"), ("--scheme=Q4_K:g64 64x64", "no group size"),
         ("--dtype=int8 64x64", "bfloat16"), ("--kernel=Nonsense 64x64", "Nonsense"), ("--skip-impl=Nonsense 64x64", "Nonsense"),
-        ("64", "4096x11008"), ("0x64", "4096x11008"), ("64x-1", "4096x11008"), ("64x64x64", "4096x11008"), ("64;nonsense", "LinearSpec"),
+        ("64", "4096x11008"), ("0x64", "4096x11008"), ("64x-1", "4096x11008"), ("64x64x64", "4096x11008"),
+        ("64;nonsense", "LinearSpec"),
         ("--reset=1 64x64", "--reset"), ("99999999x1", "4096x11008"), ("--scheme=W4A16:g128, 64x64", "empty item"),
     ],
 )  # fmt: skip
@@ -269,13 +272,13 @@ def test_reads_touch_all_bytes_and_other_memory_each_time():
 
 
 def test_times_are_medians_of_cold_copies(monkeypatch):
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 15)
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 14)
     seen = []
     watched = planted("Watched", apply=lambda cls, x, packed, bias, spec: seen.append(packed[0].data_ptr())
                       or ReferenceLinearKernel.apply(x, packed, bias, spec))  # fmt: skip
     found, kernels = run_one(watched, mode="P", sizes=(1, 3))
     result = kernels["Watched"]
-    assert len(set(seen)) == -(-(2 << 15) // result.packed_bytes) > 1
+    assert len(set(seen)) == -(-(2 << 14) // result.packed_bytes) > 1
     assert set(result.measured_seconds) == set(result.best_seconds) == set(result.calls) == {1, 3}
     assert all(result.best_seconds[m] <= result.measured_seconds[m] and result.calls[m] >= 3 for m in (1, 3))
     for times in (found.read_seconds, found.compute_seconds, found.dense_seconds):
@@ -472,8 +475,10 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(tmp_path, mon
         (["--shape", "64x64,"], "as in 4096x11008"), (["--shape", "64x64", "--scheme", "W9"], "not a scheme"),
         (["--shape", "64x64", "--seconds", "0"], "positive number"), (["--shape", "64x64", "--m", "4..2"], "before it begins"),
         (["--shape", "64x64", "--mode", "Q"], "not a mode"), (["--shape", "64x64", "--kernel", "Nonsense"], "not registered"),
-        (["--shape", "64x64", "--device", "toaster"], "not a device"), (["--shape", "64x64", "--device", "cpu", "--sustained"], "CUDA GPUs"),
-        (["x", "--scheme", "W4A16"], "its own schemes"), (["--shape", "64x64", "--out", "/no/such/folder/a.json"], "folder that exists"),
+        (["--shape", "64x64", "--device", "toaster"], "not a device"),
+        (["--shape", "64x64", "--device", "cpu", "--sustained"], "CUDA GPUs"),
+        (["x", "--scheme", "W4A16"], "its own schemes"),
+        (["--shape", "64x64", "--out", "/no/such/folder/a.json"], "folder that exists"),
         (["--shape", "64x64", "--mode", "C", "--plot", "a.png"], "only mode P"), (["--compare", "a"], "2 arguments"),
         (["--compare", "a", "b", "--threshold", "0.5"], "at least 1"), (["--compare", "a", "b", "--shape", "1x1"], "give one of"),
     ],
