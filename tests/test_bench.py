@@ -465,7 +465,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(tmp_path, mon
     with pytest.raises(SystemExit) as stopped:
         main.run()
     error = json.loads(capsys.readouterr().out)["error"]
-    assert stopped.value.code == 1 and "matplotlib" in error["message"] and error["fix"] == "pip install matplotlib"
+    assert stopped.value.code == 1 and "matplotlib" in error["message"] and error["fix"] == "pip install 'bitline[plot]'"
 
 
 @pytest.mark.parametrize(

@@ -89,5 +89,5 @@ def figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise BitlineError("a plot needs matplotlib", found=str(error), fix="pip install matplotlib") from error
+        raise BitlineError("a plot needs matplotlib", found=str(error), fix="pip install 'bitline[plot]'") from error
     return Figure

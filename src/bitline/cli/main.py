@@ -266,7 +266,7 @@ def tune(
 
 @app.command(
     epilog="For example: bitline bench --shape 4096x4096 --scheme W4A16:g128 --m 1..4096, bitline bench --batch FILE --mode C, "
-    "or bitline bench --compare before.json after.json"
+    "or bitline bench --compare BEFORE.json AFTER.json"
 )
 def bench(
     model: Annotated[str | None, typer.Argument(help="A checkpoint: one problem for each kind of layer.")] = None,
