@@ -286,6 +286,57 @@ def test_times_are_medians_of_cold_copies(monkeypatch):
     assert found.limit(3) == max(found.read_seconds[3], found.compute_seconds[3])
 
 
+class FakeCuda:
+    """torch.cuda's graphs, events and streams, on a clock that only calls advance; a replay makes the captured calls again."""
+
+    def __init__(self, clock):
+        import contextlib
+        from types import SimpleNamespace
+
+        fake = self
+        self.clock, self.captured, self.slept = clock, None, []
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+
+        class Graph:
+            def replay(self):
+                clock.now += self.seconds
+
+        class Event:
+            def __init__(self, timed):
+                assert timed
+
+            def record(self):
+                self.at = clock.now
+
+            def elapsed_time(self, other):
+                return (other.at - self.at) * 1e3
+
+        @contextlib.contextmanager
+        def graph(made):
+            before = clock.now
+            yield
+            made.seconds, clock.now = clock.now - before, before
+
+        self.names = {
+            "Stream": lambda: stream, "current_stream": lambda: stream, "stream": lambda s: contextlib.nullcontext(),
+            "synchronize": lambda *device: None, "CUDAGraph": Graph, "Event": Event, "graph": graph,
+        }  # fmt: skip
+        self.sleep = lambda seconds: fake.slept.append(seconds)
+
+
+def test_replays_give_seconds_of_one_call(monkeypatch):
+    clock = Clock()
+    fake = FakeCuda(clock)
+    for name, value in fake.names.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(timing.time, "sleep", fake.sleep)
+    calls = clock.calls("a", 1e-3, 2e-3, 3e-3, 6e-3)
+    assert timing.replay_seconds(calls, 0.1, 3) == [pytest.approx(3e-3)] * 3
+    before = clock.now
+    assert timing.rested_seconds(calls, 0.2) == (pytest.approx(3e-3), pytest.approx(3e-3)) and fake.slept == [0.2]
+    assert clock.now - before > 0.2  # the load
+
+
 def test_arguments():
     with pytest.raises(InputError, match="CUDA GPUs"):
         run_problems([], sustained=True)

@@ -214,6 +214,7 @@ def in_turn(
 def graph_of(calls: Sequence[Callable[[], Any]]) -> Any:
     """A CUDA graph of calls, each of the first three called before as a warm-up. Raises what capturing raises."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in calls[:3]:
             call()
