@@ -34,7 +34,7 @@ def roofline(report: Report, path: Path | str) -> None:
     axis = figure.subplots()
     reach = [x for values in series.values() for x, _ in values]
     low, high = min(reach) / 2, max(reach) * 2
-    for name, rate in report.rates.items():
+    for name, rate in report.matmul_rates.items():
         edge = rate / report.bandwidth
         xs = [low, edge, max(high, 2 * edge)] if low < edge else [low, high]
         axis.plot(xs, [min(report.bandwidth * x, rate) / 1e12 for x in xs], color=_LIMIT, linewidth=1)

@@ -66,7 +66,7 @@ class ProblemResult(msgspec.Struct):
         dense_dtype: Of `dense_seconds`.
         read_seconds: Reading weight, input and output once, at the rate of reads between the kernels' calls (CPU) or at
             `Report.bandwidth`.
-        compute_seconds: The multiplications at `Report.rates`.
+        compute_seconds: The multiplications at `Report.matmul_rates`.
         dense_seconds: torch's linear of the dense weight.
         kernels: One for each kernel that was asked for.
     """
@@ -103,7 +103,7 @@ class Report(msgspec.Struct):
         problems: In their order.
         seconds: Time taken.
         bandwidth: Bytes per second of a large read; None where nothing was timed.
-        rates: Operations per second of torch's matrix product, by type of the operands.
+        matmul_rates: Operations per second of torch's matrix product, by type of the operands.
         path: The checkpoint or batch file; None for a shape.
         schema: Of this JSON.
     """
@@ -113,7 +113,7 @@ class Report(msgspec.Struct):
     problems: list[ProblemResult]
     seconds: float
     bandwidth: float | None = None
-    rates: dict[str, float] = msgspec.field(default_factory=dict)
+    matmul_rates: dict[str, float] = msgspec.field(default_factory=dict)
     path: str | None = None
     schema: int = SCHEMA
 

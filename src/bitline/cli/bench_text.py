@@ -23,7 +23,7 @@ def show(report: Report) -> None:
     what = escape(report.path or "layers of random weights")
     out.print(f"[bold]{what}[/] on {machine['device']}, {machine['name']}{threads}", highlight=False, soft_wrap=True)
     if report.bandwidth is not None:
-        rates = "; ".join(f"{name} {rate(value, 'FLOP/s')}" for name, value in report.rates.items())
+        rates = "; ".join(f"{name} {rate(value, 'FLOP/s')}" for name, value in report.matmul_rates.items())
         put(hanging("limits", f"reads {rate(report.bandwidth, 'B/s')}; products of torch: {rates}"))
     for problem in report.problems:
         if problem.dense_seconds:
