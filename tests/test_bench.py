@@ -18,7 +18,7 @@ from bitline.bench.grid import parse_sizes
 from bitline.bench.run import _Data
 from bitline.bench.schemes import NAMES
 from bitline.cli import bench_text, main
-from bitline.errors import InputError
+from bitline.errors import InputError, OutOfMemoryError
 from bitline.kernels import registry
 from bitline.kernels.reference import ReferenceLinearKernel
 from command import bitline as command
@@ -190,6 +190,15 @@ def test_a_kernel_that_cannot_take_the_values_has_not_failed():
 
     found, kernels = run_one(planted(pack=pack))
     assert kernels["Planted"].status == "refused" and "not these values" in kernels["Planted"].reason and found.status == "passed"
+
+
+def test_no_memory_is_an_error_that_names_the_problem(monkeypatch):
+    def random_weight(spec, seed):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("bitline.bench.run.random_weight", random_weight)
+    with pytest.raises(OutOfMemoryError, match=r"no memory to run .*96x128.*smaller shape"):
+        run_one()
 
 
 def test_unimplemented_and_skipped_problems():

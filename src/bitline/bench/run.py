@@ -18,7 +18,7 @@ from bitline import timing
 from bitline.bench.grid import Problem
 from bitline.bench.machine import machine
 from bitline.bench.report import KernelResult, ProblemResult, Report
-from bitline.errors import InputError, summary_of
+from bitline.errors import InputError, OutOfMemoryError, summary_of
 from bitline.kernels import registry
 from bitline.platform import Platform, as_device
 from bitline.select import Candidate, Choice, Policy, choose
@@ -66,6 +66,7 @@ def run_problems(
 
     Raises:
         InputError: For `sustained` on another device than a CUDA GPU.
+        OutOfMemoryError: Where there is no memory for a problem's weight, inputs or expected outputs.
         PlatformError: For a device that is not here.
         NoKernelError: As `choose`.
     """
@@ -77,7 +78,7 @@ def run_problems(
         bench = _Bench(where, seconds, sustained, kernels, clock, timed=any("P" in p.options.mode for p in problems))
         results = []
         for i, problem in enumerate(problems):
-            results.append(bench.run(problem))
+            results.append(_with_memory(bench, problem))
             if progress is not None:
                 progress(i + 1, len(problems))
     conditions = {
@@ -85,6 +86,24 @@ def run_problems(
         "seconds_of_calls": seconds, "cache_bytes": timing.cache_bytes(where),
     }  # fmt: skip
     return Report(machine(where), conditions, results, clock() - started, bench.bandwidth, bench.rates)
+
+
+def _with_memory(bench: _Bench, problem: Problem) -> ProblemResult:
+    try:
+        return bench.run(problem)
+    except (MemoryError, RuntimeError) as error:  # torch's own for a GPU is a RuntimeError too
+        if not _lacks_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"no memory to run {problem}", found=summary_of(error), fix="give a smaller shape or M"
+        ) from error  # fmt: skip
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether an exception says that there is no memory: Python's, torch's, or that of torch's CPU allocator."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return type(error) is RuntimeError and "alloc" in str(error)
 
 
 def _load() -> float | None:
@@ -245,11 +264,10 @@ class _Contender:
             work()
         except WrongResult as error:
             self._stop("failed", str(error))
-        except (InputError, MemoryError, torch.OutOfMemoryError) as error:  # the weight's values, a package's version, no memory
+        except InputError as error:  # the weight's values, a package's version
             self._stop("refused", summary_of(error))
         except Exception as error:  # third-party kernels raise anything
-            no_memory = type(error) is RuntimeError and "alloc" in str(error)
-            self._stop("refused" if no_memory else "failed", summary_of(error))
+            self._stop("refused" if _lacks_memory(error) else "failed", summary_of(error))
 
     def note(self, found: tuple[float, float]) -> None:
         """Keep the worst error over what is allowed."""
