@@ -52,7 +52,7 @@ def roofline(report: Report, path: Path | str) -> None:
     axis.set_ylabel("TFLOP/s")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False, loc="lower right")
-    threads = f", {report.machine.get('threads')} threads" if report.machine.get("device") == "cpu" else ""
+    threads = f", threads: {report.machine.get('threads')}" if report.machine.get("device") == "cpu" else ""
     axis.set_title(f"{report.machine.get('name')}{threads}", fontsize=10)
     try:
         figure.savefig(path, dpi=110)
