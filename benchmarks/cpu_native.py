@@ -13,7 +13,6 @@ import importlib.util
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,11 @@ from typing import Any
 
 import torch
 
-from bitline import QuantLinear, native, types
+from bitline import QuantLinear, native, timing, types
 from bitline.kernels.registry import kernel_by_name
 from bitline.testing import check
 from bitline.testing.generators import inputs, random_weight
+from bitline.timing import copies
 from bitline.types import ActSpec, LinearSpec
 from bitline.weight import QuantizedWeight
 
@@ -65,12 +65,6 @@ def scheme(name: str, n: int, k: int) -> LinearSpec:
 
 SCHEMES = ("W4A16", "W4A16_G32", "W4A16_ZERO", "W4A16_FP16", "W4A16_FP32", "W2A16", "W3A16", "W5A16", "W6A16", "W8A16", "FP8",
            "FP8_BLOCK", "MXFP8", "MXFP4", "NVFP4", "NF4", "Q4_K", "Q6_K", "W4A8", "W8A8")  # fmt: skip
-
-
-def copies(tensors: list[torch.Tensor], cold: int) -> list[list[torch.Tensor]]:
-    """So many copies that rotating through them reads from DRAM."""
-    size = sum(t.nbytes for t in tensors)
-    return [tensors] + [[t.clone() for t in tensors] for _ in range(max(1, min(200, cold // size)))]
 
 
 def read(core: Any, packed: torch.Tensor) -> int:
@@ -245,17 +239,9 @@ def row(name: str, n: int, k: int, m: int, seconds: float, vllm: bool, cold: int
             calls[peer] = theirs
         except Exception as error:
             failed[peer] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    times: dict[str, list[float]] = {key: [] for key in calls}
-    start, rounds = time.perf_counter(), 0
-    while rounds < 5 or (time.perf_counter() - start < seconds and rounds < 400):
-        for key, variants in calls.items():
-            call = variants[rounds % len(variants)]
-            before = time.perf_counter()
-            call()
-            times[key].append(time.perf_counter() - before)
-        rounds += 1
-    median = {key: statistics.median(values[1:]) for key, values in times.items()}
-    result = {"scheme": name, "n": n, "k": k, "m": m, "packed_bytes": size, "turns": rounds, "failed": failed,
+    times = timing.in_turn(calls, torch.device("cpu"), seconds, yardstick="read")
+    median = {key: statistics.median(values) for key, values in times.items()}
+    result = {"scheme": name, "n": n, "k": k, "m": m, "packed_bytes": size, "turns": len(times["bitline"]), "failed": failed,
               "median_us": {key: round(v * 1e6, 1) for key, v in median.items()}}  # fmt: skip
     text = "  ".join(f"{key} {v * 1e6:.0f} ({v / median['bitline']:.2f})" for key, v in median.items())
     print(f"{name:10} {n}x{k} M={m:<4} {size / 1e6:.1f} MB  {text}  {failed or ''}", flush=True)

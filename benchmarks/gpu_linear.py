@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import torch
 from _machine import machine
 from torch.nn.functional import linear
 
-from bitline import Platform, QuantizedWeight, types
+from bitline import Platform, QuantizedWeight, timing, types
 from bitline.kernels.registry import kernel_by_name
 from bitline.testing import check
 from bitline.testing.generators import random_weight
@@ -88,68 +89,20 @@ def fill(spec: LinearSpec) -> QuantizedWeight:
 
 
 def replay_us(calls, target_ms: float = 15, rounds: int = 5) -> float:
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for call in calls[:3]:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
-
-    def once(n: int) -> float:
-        start.record()
-        for _ in range(n):
-            graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop) / n
-
-    once(2)
-    n = max(1, min(200, int(target_ms / max(once(1), 1e-3))))
-    return sorted(once(n) for _ in range(rounds))[rounds // 2] / len(calls) * 1e3
+    """Microseconds per call, the median of rounds of replays."""
+    return 1e6 * statistics.median(timing.replay_seconds(calls, target_ms / 1e3, rounds))
 
 
 def rested_us(calls, rest: float = 0.15) -> tuple[float, float]:
     """Microseconds per call, over 4 ms after `rest` seconds of idling, and over rest / 4 after as many seconds of load."""
-    for call in calls[:3]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
-
-    def timed(n: int) -> float:
-        start.record()
-        for _ in range(n):
-            graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop) / n
-
-    torch.cuda.synchronize()
-    time.sleep(rest)
-    once = max(timed(1), 1e-3)
-    burst = timed(max(1, int(4 / once)))
-    for _ in range(int(1e3 * rest / once)):
-        graph.replay()
-    return burst / len(calls) * 1e3, timed(max(1, int(250 * rest / once))) / len(calls) * 1e3
+    burst, sustained = timing.rested_seconds(calls, rest)
+    return 1e6 * burst, 1e6 * sustained
 
 
 def eager_us(call, n: int = 300) -> float:
     for _ in range(20):
         call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(n):
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / n * 1e6
+    return 1e6 * timing.seconds_of([call] * n, torch.device("cuda"))
 
 
 def copies(size: int) -> int:

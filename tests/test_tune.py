@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bitline
-from bitline import LinearSpec, Platform, Policy, choose, tuning, types
+from bitline import LinearSpec, Platform, Policy, choose, timing, tuning, types
 from bitline.errors import InputError
 from bitline.kernels.reference import ReferenceLinearKernel
 from bitline.model import tune as tuner
@@ -173,7 +173,7 @@ def test_progress_ends_at_the_total():
 
 
 def test_small_weights_are_timed_in_copies_that_the_cache_cannot_hold(monkeypatch):
-    monkeypatch.setattr(tuner, "cache_bytes", lambda device: 1 << 17)
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 17)
     read = []
 
     class Watched(ReferenceLinearKernel):
@@ -186,7 +186,7 @@ def test_small_weights_are_timed_in_copies_that_the_cache_cannot_hold(monkeypatc
     tuner.tune({SPEC: 1}, "cpu", Policy(), 1e3, kernels=[entry(Watched), clock.kernel("B", 1e-9)], clock=clock)
     packed = sum(t.nbytes for t in Watched.pack(bitline.testing.random_weight(SPEC)).values())
     assert len(set(read)) == math.ceil((1 << 18) / packed) and read[1] != read[0]
-    assert tuner.cache_bytes(torch.device("cpu")) > 0
+    assert timing.cache_bytes(torch.device("cpu")) > 0
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "60", None])

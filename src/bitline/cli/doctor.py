@@ -9,7 +9,6 @@ import platform as host
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from bitline.select import verdict_of
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import random_weight
 from bitline.testing.tolerance import compare
+from bitline.timing import read_bandwidth
 from bitline.types import LinearSpec, float6_e2m3
 from bitline.version import __version__
 from bitline.weight import QuantizedWeight
@@ -132,19 +132,6 @@ def _memory() -> dict[str, int]:
     except (OSError, StopIteration, ValueError):
         pass
     return {"memory": pages["PHYS_PAGES"] * pages["PAGE_SIZE"], "free": free}
-
-
-def read_bandwidth(device: str, nbytes: int = 1 << 27) -> float:
-    """Bytes per second of summing a float32 buffer larger than the cache, the best of four passes."""
-    data = torch.ones(nbytes // 4, device=device)
-    best = float("inf")
-    for _ in range(4):
-        if data.is_cuda:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        float(data.sum())
-        best = min(best, time.perf_counter() - started)
-    return nbytes / best
 
 
 def _kernels(device: str) -> list[dict[str, Any]]:

@@ -264,6 +264,72 @@ def tune(
     emit(report) if as_json else show(report)
 
 
+@app.command(
+    epilog="For example: bitline bench --shape 4096x4096 --scheme W4A16:g128 --m 1..4096, bitline bench --batch FILE --mode C, "
+    "or bitline bench --compare BEFORE.json AFTER.json"
+)
+def bench(
+    model: Annotated[str | None, typer.Argument(help="A checkpoint: one problem for each kind of layer.")] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", metavar="NxK", help="Instead of a model, layers of these shapes: 4096x4096,1024x4096."),
+    ] = None,
+    batch: Annotated[
+        Path | None, typer.Option("--batch", metavar="FILE", help="Instead of a model, problems in lines of text; docs/bench.md.")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="A B", help="Print what became slower between two JSON files, and exit with 1 then."),
+    ] = None,
+    scheme: Annotated[
+        str | None, typer.Option("--scheme", metavar="NAMES", help="Schemes of the shapes: W4A16:g128,FP8,Q4_K [default: W4A16]")
+    ] = None,
+    m: Annotated[
+        str, typer.Option("--m", metavar="1,16", help="Batch sizes (M); 1..4096 are 1, 4096 and the powers of two between.")
+    ] = "1,256",
+    mode: Annotated[str, typer.Option("--mode", metavar="C|P", help="C: correctness. P: performance. CP: both.")] = "P",
+    kernel: Annotated[
+        str, typer.Option("--kernel", metavar="CLASSES", help="Only these kernels, A,B; a refusal is then a failure.")
+    ] = "all",
+    skip_impl: Annotated[
+        str, typer.Option("--skip-impl", metavar="CLASSES", help="Not these kernels; what only they could run is no failure.")
+    ] = "",
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", help="Time for the calls of all kernels of a layer at one M.")
+    ] = 1.0,
+    sustained: Annotated[
+        bool, typer.Option("--sustained", help="On a CUDA GPU, times under sustained load too, which lowers its clocks.")
+    ] = False,
+    threads: Annotated[int, typer.Option("--threads", min=0, metavar="N", help="CPU threads; 0: as torch chooses.")] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON here.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the roofline; needs matplotlib.")] = None,
+    threshold: Annotated[
+        float, typer.Option("--threshold", metavar="R", help="With --compare: slower is a ratio of times above this.")
+    ] = 1.1,
+    as_json: Json = False,
+) -> None:
+    """Check and time every kernel of each kind of layer, beside the read limit, the compute limit and a dense layer."""
+    from bitline.cli import bench as command
+    from bitline.cli.bench_text import show, show_comparison
+
+    sources = [source for source in (model, shape, batch, compare) if source is not None]
+    if len(sources) != 1:
+        raise typer.BadParameter("give one of a model, --shape NxK, --batch FILE and --compare A B", param_hint="MODEL")
+    if compare is not None:
+        compared = command.comparison_of(*compare, threshold)
+        emit(command.comparison_report(compared, threshold)) if as_json else show_comparison(compared, threshold)
+        if not compared.ok:
+            raise typer.Exit(1)
+        return
+    asked = command.BenchOptions(scheme, m, mode, kernel, skip_impl, seconds, sustained, threads, device, dtype, out, plot)
+    report = command.bench_report(model, shape, batch, asked, quiet=as_json)
+    emit(report.to_dict()) if as_json else show(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
 @app.command(epilog="For example: bitline verify MODEL --sample 20 --all-kernels, or bitline verify MODEL --tp 4")
 def verify(
     model: Model,

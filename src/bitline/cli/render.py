@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from bitline.cli.console import out
 
 _MAX_LEAF_NAMES = 8  # kinds of layers named in one row
+_SEPARATOR = 3  # cells between two columns of a table
 
 
 class Grid(Table):
@@ -25,11 +25,21 @@ class Grid(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Wrap the widest columns, one after the other, until the table fits; rich alone would cut them off."""
-        for column in sorted(self.columns, key=lambda c: max(map(cell_len, map(_plain, c.cells)), default=0), reverse=True):
-            if Measurement.get(console, options.update(max_width=1 << 16), self).minimum <= options.max_width:
+        for column in sorted(self.columns, key=_width, reverse=True):
+            if sum(map(_least_width, self.columns)) + _SEPARATOR * (len(self.columns) - 1) <= options.max_width:
                 break
             column.no_wrap = False
         yield from super().__rich_console__(console, options)
+
+
+def _width(column: Column) -> int:
+    return max((cell_len(_plain(cell)) for cell in (column.header, *column.cells)), default=0)
+
+
+def _least_width(column: Column) -> int:
+    """That of the longest word where it is wrapped. rich measures so whether or not it is, and gives an empty column 1."""
+    words = (word for cell in (column.header, *column.cells) for word in _plain(cell).split())
+    return max(1, _width(column) if column.no_wrap else max(map(cell_len, words), default=0))
 
 
 def _plain(cell: RenderableType) -> str:
@@ -84,7 +94,7 @@ def at_commas(text: str, width: int) -> str:
 
 def rate(value: float, unit: str) -> str:
     """`790 Top/s`, `17.0 GB/s`: a rate with the largest prefix that it reaches."""
-    for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+    for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= factor:
             digits = value / factor
             return f"{digits:.0f} {prefix}{unit}" if digits >= 100 else f"{digits:.3g} {prefix}{unit}"

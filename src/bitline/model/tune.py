@@ -7,7 +7,6 @@ as in a model whose other layers run in between.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import time
@@ -15,35 +14,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitline import memory, tuning
+from bitline import tuning
 from bitline.checkpoint import Checkpoint
 from bitline.errors import InputError, summary_of
 from bitline.kernels import registry
-from bitline.kernels.base import Kernel
 from bitline.platform import Platform, as_device
 from bitline.select import Candidate, Choice, Policy, choose
 from bitline.testing.generators import inputs, random_weight
-from bitline.testing.tolerance import compare
+from bitline.timing import GPU_CALLS, SLOW, Call, Clock, WrongResult, check_result, cold_bytes, on, packed_calls, seconds_of
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
 DEFAULT_SECONDS = 60.0
-SLOW = 10.0  # times the fastest kernel's: one call is enough
 _ROUNDS = 50
-_GPU_CALLS = 10  # between two synchronizations
 _CHECKED_N, _CHECKED_M = 256, 16  # rows and columns of y that are compared with the reference
-_COPY_BYTES, _MAX_COPIES = 1 << 30, 200  # of all kernels' packed copies, and of one's
 _KEPT_BYTES = 1 << 31  # of all kernels' packed weights that wait for the rounds
-_DEFAULT_CACHE = 32 << 20
 _MAX_REASON = 300
 
 Progress = Callable[[int, int], None]
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -211,7 +203,7 @@ class _Contender:
     """A kernel that is timed: its calls, one for each packed copy of the weight, and its best time by M."""
 
     candidate: Candidate
-    calls: list[Callable[[Tensor], Any]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     next_call: int = 1  # the copy that was written first, after the one that is checked
     best: dict[int, float] = field(default_factory=dict)
     status: str = "not reached"
@@ -224,10 +216,6 @@ class _Contender:
             self.best = {}
 
 
-class _Failure(Exception):
-    """The kernel's result is wrong."""
-
-
 class _Bench:
     """Times the kernels of one layer. limit: on the clock."""
 
@@ -237,15 +225,14 @@ class _Bench:
     ) -> None:  # fmt: skip
         self.spec, self.device, self.sizes, self.clock, self.limit = spec, device, sorted(set(sizes)), clock, limit
         self.contenders = [_Contender(c) for c in candidates]
-        self.repeats = 1 if device.type == "cpu" else _GPU_CALLS
-        self.copy_bytes = min(2 * cache_bytes(device), _COPY_BYTES // max(1, len(candidates)))
+        self.repeats = 1 if device.type == "cpu" else GPU_CALLS
+        self.copy_bytes = cold_bytes(device, len(candidates))
         self.kept_bytes = 0
 
     def run(self, step: Callable[[int], None] | None) -> list[KernelTimes]:
         """Check and time each kernel by itself, then those that are not slow in turn."""
-        current: Any = contextlib.nullcontext() if self.device.type == "cpu" else _module(self.device).device(self.device)
         if self.clock() < self.limit:
-            with torch.inference_mode(), current:
+            with torch.inference_mode(), on(self.device):
                 weight = random_weight(self.spec)
                 moved = weight.to(self.device)
                 xs = {m: inputs(m, self.spec, m, self.device) for m in self.sizes}
@@ -264,7 +251,7 @@ class _Bench:
             for m in self.sizes:
                 if self.clock() + contender.best.get(self._next_smaller(m), 0.0) >= self.limit:
                     break  # a call takes at least as long as one of the next smaller M
-                self._check(contender.calls[0](xs[m]), xs[m], weight)
+                check_result(contender.calls[0](xs[m]), xs[m], weight, _CHECKED_M, _CHECKED_N)
                 if self.clock() >= self.limit:
                     break
                 self._time(contender, m, xs[m])
@@ -274,7 +261,7 @@ class _Bench:
                 contender.calls = []
             else:
                 self.kept_bytes += nbytes
-        except _Failure as error:
+        except WrongResult as error:
             contender.stop("failed", str(error))
         except (InputError, MemoryError, torch.OutOfMemoryError) as error:  # the weight's values, a package's version, no memory
             contender.stop("skipped", summary_of(error))
@@ -283,14 +270,8 @@ class _Bench:
 
     def _prepare(self, contender: _Contender, weight: QuantizedWeight) -> int:
         """Pack the weight, in as many copies as the cache cannot hold. Returns their bytes."""
-        kernel = contender.candidate.kernel
-        packed = list(kernel.pack(weight).values())
-        bias = None if weight.bias is None else weight.bias.to(self.spec.act_dtype)
-        nbytes = max(1, sum(t.nbytes for t in packed))
-        copies = min(_MAX_COPIES, -(-self.copy_bytes // nbytes)) if nbytes < self.copy_bytes else 1
-        contender.calls = [_call(kernel, packed, bias, self.spec)]
-        contender.calls += [_call(kernel, [_copy(t) for t in packed], bias, self.spec) for _ in range(copies - 1)]
-        return nbytes * copies
+        contender.calls, nbytes = packed_calls(contender.candidate.kernel, weight, self.spec, self.copy_bytes)
+        return nbytes * len(contender.calls)
 
     def _row(self, contender: _Contender) -> KernelTimes:
         times, status = contender.best, contender.status
@@ -305,17 +286,6 @@ class _Bench:
         """The next smaller M, 0 for none."""
         return max((size for size in self.sizes if size < m), default=0)
 
-    def _check(self, y: Tensor, x: Tensor, weight: QuantizedWeight) -> None:
-        """Compare a part of a result with the reference; all rows of x where they share one dynamic scale."""
-        spec, n = self.spec, min(_CHECKED_N, self.spec.n)
-        shares_scale = spec.act is not None and spec.act.dynamic and spec.act.granularity == "tensor"
-        step = 1 if shares_scale else max(1, x.shape[0] // _CHECKED_M)
-        if not isinstance(y, Tensor) or y.shape != (x.shape[0], spec.n) or y.dtype != x.dtype:
-            raise _Failure(f"its result with M={x.shape[0]} has another shape or dtype")
-        found = compare(y[::step, :n].cpu(), x[::step].cpu().contiguous(), weight.narrow(0, 0, n))
-        if not found.ok:
-            raise _Failure(f"M={x.shape[0]}: the largest error is {found.error:.2g}, allowed is {found.allowed:.2g}")
-
     def _rounds(self, xs: dict[int, Tensor]) -> None:
         """Call the kernels in turn, so that what else the machine does slows all of them, and keep each one's best time."""
         for i, m in enumerate(self.sizes):
@@ -329,59 +299,7 @@ class _Bench:
                     self._time(contender, m, xs[m])
 
     def _time(self, contender: _Contender, m: int, x: Tensor) -> None:
-        calls = contender.calls
-        batch = [calls[(contender.next_call + i) % len(calls)] for i in range(self.repeats)]
+        calls, first = contender.calls, contender.next_call
         contender.next_call += self.repeats
-        self._synchronize()
-        started = self.clock()
-        for call in batch:
-            call(x)
-        self._synchronize()
-        seconds = max(1e-9, (self.clock() - started) / self.repeats)
-        contender.best[m] = min(seconds, contender.best.get(m, math.inf))
-
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            _module(self.device).synchronize(self.device)
-
-
-def _module(device: torch.device) -> Any:
-    """torch.cuda or torch.xpu."""
-    return getattr(torch, device.type)
-
-
-def _call(kernel: type[Kernel], packed: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Callable[[Tensor], Any]:
-    """What a layer calls for a contiguous x [M, K], without its checks."""
-    eager, direct = kernel.eager(packed, bias, spec), kernel.direct(packed, bias, spec)
-    if eager is not None:
-        shortcut = eager
-
-        def call(x: Tensor) -> Tensor:
-            y = shortcut(x)
-            return kernel.apply(x, packed, bias, spec) if y is None else y
-
-        return call
-    if direct is not None:
-        op, arguments = direct
-        return lambda x: op(x, *arguments)
-    return lambda x: kernel.apply(x, packed, bias, spec)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy in memory like the original's: large CPU tensors have huge pages."""
-    if not tensor.is_contiguous() or type(tensor) is not Tensor:
-        return tensor.clone()
-    return memory.empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def cache_bytes(device: torch.device) -> int:
-    """Bytes of the last-level cache of a CPU core, or a GPU's L2 cache; 32 MiB where the system does not say."""
-    if device.type != "cpu":
-        properties = getattr(torch, device.type).get_device_properties(device)
-        return int(getattr(properties, "L2_cache_size", 0) or _DEFAULT_CACHE)
-    sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        with contextlib.suppress(OSError, ValueError):
-            text = path.read_text(encoding="ascii").strip()
-            sizes.append(int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0))
-    return max(sizes, default=_DEFAULT_CACHE)
+        batch = [partial(calls[(first + i) % len(calls)], x) for i in range(self.repeats)]
+        contender.best[m] = min(seconds_of(batch, self.device, self.clock), contender.best.get(m, math.inf))

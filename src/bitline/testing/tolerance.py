@@ -139,20 +139,44 @@ def compare(out: Tensor, x: Tensor, weight: QuantizedWeight, factor: float = FAC
     Raises:
         AssertionError: Where `out` has another shape or dtype.
     """
-    exact = reference64(x, weight)
-    if out.shape != exact.shape or out.dtype != x.dtype:
-        raise AssertionError(f"output is {list(out.shape)} {out.dtype}, expected {list(exact.shape)} {x.dtype}")
-    if exact.numel() == 0:
-        return Comparison(0.0, 0.0, 0.0, (), 0.0, 0.0)
-    torch_error = baseline_error(x, weight, exact)
-    allowed = factor * torch_error + torch.finfo(x.dtype).eps * float(exact.abs().max())
-    error = (out.double() - exact).abs()
-    error = torch.where(error.isnan(), torch.full_like(error, torch.inf), error)
-    m, n = divmod(int(error.argmax()), exact.shape[1])
-    sums = _Sums()
-    sums.add(out, exact)
-    found, expected = float(out[m, n]), float(exact[m, n])
-    return Comparison(float(error[m, n]), allowed, torch_error, (m, n), found, expected, sums.nmse, sums.cosine)
+    return Expected.of(x, weight).compare(out, factor)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the outputs of several kernels for one x are compared with.
+
+    Attributes:
+        exact: `reference64` of x and the weight, [M, N].
+        baseline: `baseline_error` of x and the weight.
+        dtype: x's dtype.
+    """
+
+    exact: Tensor
+    baseline: float
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Tensor, weight: QuantizedWeight) -> Expected:
+        """Args: x, [M, K]; weight, [N, K]."""
+        exact = reference64(x, weight)
+        return Expected(exact, baseline_error(x, weight, exact) if exact.numel() else 0.0, x.dtype)
+
+    def compare(self, out: Tensor, factor: float = FACTOR) -> Comparison:
+        """`compare` of an output, [M, N] in x's dtype. Raises AssertionError where it has another shape or dtype."""
+        exact = self.exact
+        if out.shape != exact.shape or out.dtype != self.dtype:
+            raise AssertionError(f"output is {list(out.shape)} {out.dtype}, expected {list(exact.shape)} {self.dtype}")
+        if exact.numel() == 0:
+            return Comparison(0.0, 0.0, 0.0, (), 0.0, 0.0)
+        allowed = factor * self.baseline + torch.finfo(self.dtype).eps * float(exact.abs().max())
+        error = (out.double() - exact).abs()
+        error = torch.where(error.isnan(), torch.full_like(error, torch.inf), error)
+        m, n = divmod(int(error.argmax()), exact.shape[1])
+        sums = _Sums()
+        sums.add(out, exact)
+        found, expected = float(out[m, n]), float(exact[m, n])
+        return Comparison(float(error[m, n]), allowed, self.baseline, (m, n), found, expected, sums.nmse, sums.cosine)
 
 
 def compare_batches(
