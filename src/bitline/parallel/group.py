@@ -15,6 +15,7 @@ from torch import Tensor
 from bitline import env
 from bitline.errors import BitlineError, InputError
 from bitline.parallel.one_shot import OneShotSum, open_one_shot
+from bitline.parallel.shared_memory import SharedGather, open_shared_gather
 
 ONE_SHOT_BYTES = 1 << 18  # a rank's part of a sum up to which every rank reads all parts
 TIMEOUT = datetime.timedelta(seconds=120)  # of a process group that `resolve` makes; a lost rank ends the others after it
@@ -34,10 +35,12 @@ class TensorParallel:
     Attributes:
         rank: This process's number in the group.
         world: Ranks.
-        one_shot: Sums small tensors on a GPU in one launch, after `prepare`; None where NCCL or gloo does.
+        one_shot: Sums small tensors on a GPU in one launch, after `prepare`; None where NCCL does.
+        shared: Gathers small tensors of processes of one machine on CPUs, after `prepare`; None where gloo does.
     """
 
     one_shot: OneShotSum | None = None
+    shared: SharedGather | None = None
 
     def __init__(self, group: Any = None, *, exact_activation_scales: bool = True) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -74,7 +77,10 @@ class TensorParallel:
         return group if group.world > 1 else None
 
     def prepare(self, device: torch.device) -> None:
-        """Share memory between the ranks' GPUs where they can. All ranks call it, before they capture a CUDA graph."""
+        """Share memory between ranks where they can. All ranks call it, before they capture a CUDA graph."""
+        if device.type == "cpu" and dist.get_backend(self.group) == "gloo" and self.shared is None:
+            with _failures():
+                self.shared = open_shared_gather(self.group, ONE_SHOT_BYTES)
         if device.type == "cuda" and dist.get_backend(self.group) == "nccl" and self.one_shot is None:
             index = torch.cuda.current_device() if device.index is None else device.index
             with _failures():
@@ -115,6 +121,8 @@ class TensorParallel:
 
     def _gather_flat(self, flat: Tensor) -> Tensor:
         """[world, numel]."""
+        if self.shared is not None and flat.device.type == "cpu" and flat.nbytes <= ONE_SHOT_BYTES:
+            return self.shared(flat)
         out = flat.new_empty(self.world, flat.numel())
         with _failures():
             if flat.is_cuda:
