@@ -224,7 +224,9 @@ def test_the_eager_path_gives_what_the_kernel_gives(m, bias):
     y = layer(graded)
     y.float().sum().backward()
     slope = random_weight(spec, 1, "cuda").dequantize(torch.float32).sum(0)
-    assert torch.equal(y, want) and torch.allclose(graded.grad.float(), slope.expand(m, -1), rtol=0.01, atol=0.01 * float(slope.abs().max()))
+    assert torch.equal(y, want) and torch.allclose(
+        graded.grad.float(), slope.expand(m, -1), rtol=0.01, atol=0.01 * float(slope.abs().max())
+    )
     with pytest.raises(InputError, match="does not fit the layer"):
         layer(x.half())
     moved = layer._packed[0]

@@ -211,7 +211,8 @@ def _packed_bytes(loader: WeightLoader, records: list[LayerRecord]) -> dict[str,
             name = loader.names.module_name(record.name) if place is None else place.module
         except CheckpointError:
             continue
-        found[name] = found.get(name, 0) + record.nbytes
+        if name is not None:
+            found[name] = found.get(name, 0) + record.nbytes
     return found
 
 
