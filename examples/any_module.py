@@ -24,6 +24,7 @@ class Forecaster(nn.Module):
         self.up, self.down, self.head = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.Linear(256, 1)
 
     def forward(self, series):
+        """[batch, 4, time] to [batch, time, 1]."""
         x = self.stem(series).transpose(1, 2)
         return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
 

@@ -56,7 +56,7 @@ def install(model: Any) -> int:
             forward: Any = _lm_head_forward
         elif kind == "rms_norm":
             forward = _rms_norm_forward
-        elif kind == "decoder_layer" and _has_known_parts(module):
+        elif is_known_layer(module):
             forward = _decoder_layer_forward
         else:
             continue
@@ -127,8 +127,10 @@ def _body_hash(function: Any) -> str:
     return hashlib.sha256("\n".join(map(ast.unparse, body)).encode()).hexdigest()[:16]
 
 
-def _has_known_parts(layer: Any) -> bool:
-    """Whether a decoder layer's parts are known too."""
+def is_known_layer(layer: Any) -> bool:
+    """Whether a module is a decoder layer that native code can compute, and its parts are known too."""
+    if _module_kind(layer) != "decoder_layer":
+        return False
     parts = [layer._modules.get(name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")]
     if any(part is None for part in parts):
         return False
@@ -224,7 +226,7 @@ def _decoder_layer_forward(
     if past_key_values is not None:
         _replace_empty_cache_layer(self, hidden_states, past_key_values)
     if attention_mask is None and past_key_values is not None and position_embeddings is not None and not kwargs:
-        y = _decode_layer(self, hidden_states, position_embeddings, past_key_values)
+        y = decode_token(self, hidden_states, position_embeddings, past_key_values)
         if y is not None:
             return y
     y_torch: Tensor = type(self).forward(
@@ -234,8 +236,8 @@ def _decoder_layer_forward(
     return y_torch
 
 
-def _decode_layer(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> Tensor | None:
-    """The layer's output; None where transformers has to compute it, and then nothing has changed."""
+def decode_token(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> Tensor | None:
+    """A decoder layer's output for one token; None where transformers has to compute it, and then nothing has changed."""
     core, (cos, sin) = native.core(), position_embeddings
     if core is None or not _is_decode_input(self, x, cos, sin):
         return None

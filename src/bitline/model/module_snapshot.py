@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 
 
-@contextlib.contextmanager
-def unchanged_on_error(module: nn.Module) -> Iterator[None]:
-    """Restore a module, and all modules in it, where the block raises. Tensors themselves must not be changed in place."""
+def snapshot(module: nn.Module) -> Callable[[], None]:
+    """What gives a module, and all modules that are in it now, the entries that they have now. It holds their tensors, which must
+    not be changed in place.
+    """
     saved = [
         (part, dict(part.__dict__), {name: dict(part.__dict__[name]) for name in _TABLES}, set(part._non_persistent_buffers_set))
         for part in module.modules()
     ]
-    try:
-        yield
-    except BaseException:
+
+    def restore() -> None:
         for part, attributes, tables, non_persistent in saved:
             part.__dict__.clear()
             part.__dict__.update(attributes)
@@ -27,4 +27,16 @@ def unchanged_on_error(module: nn.Module) -> Iterator[None]:
                 part.__dict__[name].clear()
                 part.__dict__[name].update(table)
             part._non_persistent_buffers_set = non_persistent
+
+    return restore
+
+
+@contextlib.contextmanager
+def unchanged_on_error(module: nn.Module) -> Iterator[None]:
+    """Restore a module where the block raises."""
+    restore = snapshot(module)
+    try:
+        yield
+    except BaseException:
+        restore()
         raise

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -19,8 +20,10 @@ from bitline.platform import Platform
 from bitline.select import Policy, choose
 from bitline.weight import QuantizedWeight
 
+_T = TypeVar("_T")
 
-def sample_layers(records: Sequence[LayerRecord], count: int, seed: int) -> list[LayerRecord]:
+
+def sample_layers(records: Sequence[_T], count: int, seed: int) -> list[_T]:
     """`count` layers, one of each of as many equal parts of the file's order, drawn with this seed; all where there are fewer."""
     if count >= len(records):
         return list(records)

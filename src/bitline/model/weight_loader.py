@@ -20,7 +20,7 @@ from bitline.formats.base import LayerRecord
 from bitline.linear import QuantLinear
 from bitline.model.embedding import QuantEmbedding
 from bitline.model.expert_loader import ExpertLoader, ExpertRecords, UnquantizedExperts
-from bitline.model.expert_names import DOWN_NAME, TOP_K_KEYS
+from bitline.model.expert_names import DOWN_NAME, top_k_of
 from bitline.model.gguf_names import GGUFNameMap
 from bitline.model.merge import install, sibling_names
 from bitline.model.merge_weights import merge_key, merge_weights
@@ -259,6 +259,35 @@ class WeightLoader:
         loaded: QuantExperts = self.model.get_submodule(module)
         return loaded
 
+    def load_module(self, module: str) -> nn.Module:
+        """Fill one module that has no experts alone, for checks that hold one decoder layer. Errors are those of `load`."""
+        inside = f"{module}."
+        for name, target in self._dense_targets.items():
+            if target.startswith(inside):
+                self._load_unquantized(name)
+        for target, record in self.layer_targets.items():
+            if target.startswith(inside):
+                self._load_quantized(target, record)
+        if missing := sorted(name for name in self.required - self.loaded if name.startswith(inside)):
+            raise CheckpointError("the checkpoint lacks a tensor of the model", file=self.checkpoint.path, tensor=missing[0])
+        return self.model.get_submodule(module)
+
+    @functools.cached_property
+    def _dense_targets(self) -> dict[str, str]:
+        """The model's name of each unquantized tensor that it has under a name of its own."""
+        found: dict[str, str] = {}
+        for name in self.checkpoint.dense_names():
+            with contextlib.suppress(CheckpointError):  # an expert's, or of a layer that the model leaves out
+                if (target := self.names.parameter_name(name)) is not None:
+                    found[name] = target
+        return found
+
+    @functools.cached_property
+    def layer_targets(self) -> dict[str, LayerRecord]:
+        """The quantized layers by the model's modules, experts aside."""
+        plain = [r for r in self.checkpoint.layers() if self.names.expert_place(r.name, layer=True) is None]
+        return {target: record for record in plain if (target := self._target(record)) is not None}
+
     @functools.cached_property
     def experts(self) -> dict[str, ExpertRecords]:
         """The quantized matrices of each experts module that has some."""
@@ -287,8 +316,7 @@ class WeightLoader:
             record = next(iter(found.parameters[twice[0]].values()))
             raise CheckpointError("some experts of a layer are quantized and others are not", file=self._file(record),
                                   tensor=record.name, found=f"{found.module}.{twice[0]}", expected="all or none")  # fmt: skip
-        config = self.model.config.get_text_config()
-        top_k = next((v for key in TOP_K_KEYS if isinstance(v := getattr(config, key, None), int) and v > 0), 1)
+        top_k = top_k_of(self.model.config)
         device = self.device_of(found.module)
         loader = ExpertLoader(shell, found, self.dtype, device, self.policy, top_k, self._file, self.parallel)
         experts = loader.load()
