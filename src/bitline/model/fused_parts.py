@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
@@ -11,6 +12,7 @@ from bitline import env, native
 from bitline.checkpoint import Checkpoint
 from bitline.errors import BitlineError
 from bitline.experts import QuantExperts
+from bitline.formats.base import LayerRecord
 from bitline.host import without_default_device
 from bitline.model import decode_step
 from bitline.model.expert_names import top_k_of
@@ -20,6 +22,8 @@ from bitline.model.verify import LayerCheck, fault_of
 from bitline.model.verify_fused import check_decode_step, check_experts
 from bitline.model.weight_loader import WeightLoader
 from bitline.select import Policy
+
+OF_ONE_KIND = 8  # parts that are checked of those with the same specs
 
 
 class FusedParts:
@@ -34,7 +38,7 @@ class FusedParts:
 
     Attributes:
         reason: Why there is no model to take parts of; "" where there is one.
-        names: The model's names of the parts.
+        names: The model's names of the parts: of those whose layers have the same specs eight, spread evenly.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class FusedParts:
         self.checkpoint, self.device, self.dtype, self.policy = checkpoint, device, dtype, policy
         self.batch_sizes, self.reason, self.names = batch_sizes, "", list[str]()
         try:
-            self.names = [*self._decoder_layers(), *self._loader.experts]
+            self.names = self._spread([*self._decoder_layers(), *self._loader.experts])
         except BitlineError as error:
             self.reason = str(error)
 
@@ -60,11 +64,25 @@ class FusedParts:
             return []
         return [name for name, module in self._loader.model.named_modules() if decode_step.is_known_layer(module)]
 
+    def _spread(self, names: Sequence[str]) -> list[str]:
+        """Of parts of one kind, which run the same code, as many as OF_ONE_KIND, the first and the last among them."""
+        kinds: dict[Hashable, list[str]] = defaultdict(list)
+        for name in names:
+            kinds[tuple(record.spec for record in self._records(name))].append(name)
+        found: list[str] = []
+        for members in kinds.values():
+            steps = min(len(members), OF_ONE_KIND) - 1
+            found += [members[round(i * (len(members) - 1) / max(1, steps))] for i in range(steps + 1)]
+        return found
+
+    def _records(self, name: str) -> list[LayerRecord]:
+        if name in self._loader.experts:
+            return [*self._loader.experts[name].records()]
+        return [record for target, record in self._loader.layer_targets.items() if target.startswith(f"{name}.")]
+
     def layers_of(self, name: str) -> set[str]:
         """The checkpoint's names of the quantized layers of a part."""
-        if name in self._loader.experts:
-            return {record.name for record in self._loader.experts[name].records()}
-        return {record.name for target, record in self._loader.layer_targets.items() if target.startswith(f"{name}.")}
+        return {record.name for record in self._records(name)}
 
     @without_default_device
     def checks(self, name: str) -> Iterator[LayerCheck]:

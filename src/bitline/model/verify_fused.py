@@ -6,7 +6,6 @@ off by twice as much as the same layers called one by one.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from bitline.experts import ExpertStack, QuantExperts, loop_over_experts
 from bitline.linear import QuantLinear
 from bitline.model import decode_step
 from bitline.model.kv_cache import kv_cache_layer_class
+from bitline.model.module_snapshot import snapshot
 from bitline.model.verify import LayerCheck, fault_of
 from bitline.testing.tolerance import compare_outputs, in_order_linear, reference64, torch_linear
 from bitline.weight import QuantizedWeight
@@ -106,13 +106,18 @@ def check_decode_step(layer: Any, reads: Mapping[str, Read], name: str) -> Itera
         if y is None:
             return
         fast.append((y, *cache.last(held)))
-    plain = _without_native(layer)
-    own = [_by_modules(plain, cache, inputs, x, torch.bfloat16) for x in inputs.tokens]
-    exact_layer = _exact_layer(plain, reads)
-    exact = [_by_modules(exact_layer, cache, inputs, x, torch.float64) for x in inputs.tokens]
+    restore = snapshot(layer)
+    try:
+        _remove_native_forwards(layer)
+        own = [_by_modules(layer, cache, inputs, x, torch.bfloat16) for x in inputs.tokens]
+        _make_exact(layer, reads)
+        exact = _by_modules(layer, cache, inputs, torch.cat(inputs.tokens), torch.float64)
+    finally:
+        restore()
     checks = []
     for i in range(3):  # output, key, value
-        found = compare_outputs(*(torch.cat([token[i].reshape(1, -1) for token in tokens]) for tokens in (fast, exact, own)))
+        mine, modules = (torch.cat([token[i] for token in tokens]).flatten(1) for tokens in (fast, own))
+        found = compare_outputs(mine, exact[i].flatten(1), modules)
         checks.append(LayerCheck(name, DECODE_STEP, 1, found.error, found.allowed, found.nmse, found.cosine))
     yield max(checks, key=lambda check: check.badness)
 
@@ -152,19 +157,16 @@ class _Caches:
         return held.keys[:, :, -1], held.values[:, :, -1]
 
 
-def _without_native(layer: Any) -> Any:
-    """A copy of the layer that runs its modules' own code; it shares their tensors."""
-    memo: dict[int, Any] = {id(t): t for t in (*layer.parameters(), *layer.buffers())}
-    plain = copy.deepcopy(layer, memo)
-    for part in plain.modules():
+def _remove_native_forwards(layer: Any) -> None:
+    """Let the layer and its norms run their classes' own code."""
+    for part in layer.modules():
         part.__dict__.pop("forward", None)
-    return plain
 
 
 def _by_modules(layer: Any, cache: _Caches, inputs: _Inputs, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Output, key and value of a token by the layer's modules, in a dtype."""
+    """Output, key and value of each of a batch of tokens by the layer's modules, in a dtype."""
     keys, values, x, *rotation = (t.to(dtype) for t in (inputs.keys, inputs.values, x, *inputs.rotation))
-    held = cache.filled(keys, values)
+    held = cache.filled(*(t.expand(x.shape[0], -1, -1, -1) for t in (keys, values)))
     with torch.inference_mode():
         y = layer(x, attention_mask=None, past_key_values=held, use_cache=True, position_embeddings=tuple(rotation))
     return (y[0] if isinstance(y, tuple) else y, *cache.last(held))
@@ -183,11 +185,12 @@ class _ExactLinear(nn.Module):
         return reference64(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
-def _exact_layer(plain: Any, reads: Mapping[str, Read]) -> Any:
-    """A copy of a layer in float64, with dequantized weights."""
-    exact = copy.deepcopy(plain)
-    for name, part in plain.named_modules():
+def _make_exact(layer: Any, reads: Mapping[str, Read]) -> None:
+    """Give the layer dequantized weights and norms in float64."""
+    for name, part in [*layer.named_modules()]:
         if isinstance(part, QuantLinear):
             owner, _, leaf = name.rpartition(".")
-            setattr(exact.get_submodule(owner), leaf, _ExactLinear(reads[name]().with_act_dtype(part.spec.act_dtype), part))
-    return exact.double()
+            weight = reads[name]().with_act_dtype(part.spec.act_dtype)
+            setattr(layer.get_submodule(owner), leaf, _ExactLinear(weight, part))
+        for leaf, tensor in part._parameters.items():
+            part._parameters[leaf] = None if tensor is None else nn.Parameter(tensor.double(), requires_grad=False)
