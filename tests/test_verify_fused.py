@@ -211,6 +211,44 @@ def test_a_call_that_raises(moe, monkeypatch):
     assert all("division by zero" in c["fault"] for c in report["fused"]) and len(report["failed"]) == 2
 
 
+# ---- bitline.verify of a loaded model ------------------------------------------------------------------------------------
+
+
+@needs_core
+def test_a_loaded_model_with_its_native_step(folder, monkeypatch):
+    model = bitline.load_model(folder, dtype=torch.bfloat16)
+    before = {name: (id(part), {k: id(v) for k, v in part.__dict__.items()}) for name, part in model.named_modules()}
+    steps = [c for c in bitline.verify(model) if c.kernel == DECODE_STEP]
+    assert sorted(c.layer for c in steps) == LAYERS and all(0 < c.error <= c.allowed for c in steps)
+    assert before == {name: (id(part), {k: id(v) for k, v in part.__dict__.items()}) for name, part in model.named_modules()}
+    assert not [c for c in bitline.verify(bitline.load_model(folder, native_step=False)) if c.kernel == DECODE_STEP]
+    with_changed_arguments(monkeypatch, one_position_less)
+    with pytest.raises(bitline.VerificationError) as caught:
+        bitline.verify(model)
+    assert (
+        caught.value.tensor in LAYERS
+        and "native_step=False" in caught.value.fix
+        and "1 other layers are off too" in caught.value.found
+    )
+    with pytest.raises(bitline.VerificationError):
+        bitline.load_model(folder, dtype=torch.bfloat16, verify=True)
+
+
+@needs_core
+def test_loaded_experts(moe, monkeypatch):
+    model = bitline.load_model(moe, dtype=torch.bfloat16)
+    found = [c for c in bitline.verify(model) if c.layer in EXPERTS]
+    assert {(c.layer, c.m) for c in found} == {(name, m) for name in EXPERTS for m in (1, 17)}
+    from bitline.kernels.registry import kernel_by_name
+
+    kernel = kernel_by_name(found[0].kernel)
+    original = kernel.apply_experts.__func__
+    monkeypatch.setattr(kernel, "apply_experts", classmethod(lambda cls, x, *rest: original(cls, x.roll(1, -1), *rest)))
+    with pytest.raises(bitline.VerificationError) as caught:
+        bitline.verify(model)
+    assert caught.value.tensor in EXPERTS and kernel.__name__ in caught.value.found
+
+
 # ---- what is chosen, and what cannot be checked --------------------------------------------------------------------------
 
 

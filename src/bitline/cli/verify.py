@@ -19,8 +19,8 @@ from bitline.cli.render import put, table
 from bitline.errors import CheckpointError
 from bitline.formats.base import LayerRecord
 from bitline.model.fused_parts import FusedParts
+from bitline.model.layer_check import LayerCheck
 from bitline.model.meta_model import default_dtype
-from bitline.model.verify import LayerCheck
 from bitline.model.verify_file import FileVerifier, sample_layers
 from bitline.platform import Platform
 from bitline.select import Policy, short_name

@@ -66,11 +66,16 @@ def install(model: Any) -> int:
     return installed
 
 
+def has_native_step(module: Any) -> bool:
+    """Whether `install` gave a decoder layer its native forward."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) is _decoder_layer_forward
+
+
 def install_kv_cache(model: Any, cache: Any) -> None:
     """Replace the full-attention layers of a new DynamicCache by ones that native decode steps append to."""
     from transformers.cache_utils import DynamicLayer
 
-    if any(getattr(module.__dict__.get("forward"), "__func__", None) is _decoder_layer_forward for module in model.modules()):
+    if any(has_native_step(module) for module in model.modules()):
         cache.layers = [kv_cache_layer_class()() if type(layer) is DynamicLayer else layer for layer in cache.layers]
 
 

@@ -16,9 +16,9 @@ from bitline.formats.base import LayerRecord
 from bitline.host import without_default_device
 from bitline.model import decode_step
 from bitline.model.expert_names import top_k_of
+from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.meta_model import check_config_sizes, make_config, make_meta_model
 from bitline.model.module_snapshot import snapshot
-from bitline.model.verify import LayerCheck, fault_of
 from bitline.model.verify_fused import check_decode_step, check_experts
 from bitline.model.weight_loader import WeightLoader
 from bitline.select import Policy

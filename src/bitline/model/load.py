@@ -94,10 +94,10 @@ def load_model(
         ranks.check_same(_facts(checkpoint, dtype, policy, merge=merge), device)
     with _load_lock, nullcontext() if ranks is None else ranks.together(device):
         model = _load(checkpoint, device, dtype, policy, progress, merge=merge, tp=ranks)
-    if env.verify() if verify is None else verify:
-        verify_loaded(model)
     if device.type == "cpu" and ranks is None:
         install_native_step(model, dtype, policy, native_step)
+    if env.verify() if verify is None else verify:
+        verify_loaded(model)
     return model
 
 

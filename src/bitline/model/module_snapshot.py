@@ -7,26 +7,22 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-_TABLES = ("_modules", "_parameters", "_buffers")
+_TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 def snapshot(module: nn.Module) -> Callable[[], None]:
     """What gives a module, and all modules that are in it now, the entries that they have now. It holds their tensors, which must
     not be changed in place.
     """
-    saved = [
-        (part, dict(part.__dict__), {name: dict(part.__dict__[name]) for name in _TABLES}, set(part._non_persistent_buffers_set))
-        for part in module.modules()
-    ]
+    saved = [(part, dict(part.__dict__), {name: part.__dict__[name].copy() for name in _TABLES}) for part in module.modules()]
 
     def restore() -> None:
-        for part, attributes, tables, non_persistent in saved:
+        for part, attributes, tables in saved:
             part.__dict__.clear()
             part.__dict__.update(attributes)
             for name, table in tables.items():
                 part.__dict__[name].clear()
                 part.__dict__[name].update(table)
-            part._non_persistent_buffers_set = non_persistent
 
     return restore
 

@@ -14,8 +14,9 @@ from bitline.checkpoint import Checkpoint
 from bitline.errors import BitlineError, summary_of
 from bitline.formats.base import LayerRecord
 from bitline.linear import QuantLinear
+from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.rank_slices import RankSlice, RankSlices
-from bitline.model.verify import LayerCheck, check_layer, fault_of
+from bitline.model.verify import check_layer
 from bitline.platform import Platform
 from bitline.select import Policy, choose
 from bitline.weight import QuantizedWeight

@@ -18,8 +18,8 @@ from bitline.experts import ExpertStack, QuantExperts, loop_over_experts
 from bitline.linear import QuantLinear
 from bitline.model import decode_step
 from bitline.model.kv_cache import kv_cache_layer_class
+from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.module_snapshot import snapshot
-from bitline.model.verify import LayerCheck, fault_of
 from bitline.testing.tolerance import compare_outputs, in_order_linear, reference64, torch_linear
 from bitline.weight import QuantizedWeight
 
@@ -58,7 +58,7 @@ def check_experts(
         on_device = x.to(up.device), index.to(up.device), weights.to(up.device)
         try:
             with torch.inference_mode():
-                y = experts(*on_device).cpu()
+                y = QuantExperts.forward(experts, *on_device).cpu()  # without hooks: on a rank they add up all ranks' results
                 apart = loop_over_experts(*on_device, count, experts._expert).cpu()
         except Exception as error:  # of a kernel: of torch, Triton or another package
             yield fault_of(name, kernel, summary_of(error))
