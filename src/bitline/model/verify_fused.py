@@ -7,7 +7,7 @@ off by twice as much as the same layers called one by one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from bitline.model.kv_cache import kv_cache_layer_class
 from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.module_snapshot import snapshot
 from bitline.testing.tolerance import compare_outputs, in_order_linear, reference64, torch_linear
+from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
 DECODE_STEP = "native decode step"  # in the place of a kernel's name
@@ -71,9 +72,21 @@ def check_experts(
 def _loops(experts: Any, layers: Mapping[int, tuple[QuantizedWeight, QuantizedWeight]], *inputs: Tensor) -> Iterator[Tensor]:
     """The loop over experts with torch's linear in x's dtype; in float32 also with one accumulator (`baseline_error`)."""
     x, index, weights = inputs
+    nudges = _nudges(down.spec for _, down in layers.values())
     for linear in (torch_linear, in_order_linear)[: 2 if x.dtype == torch.float32 else 1]:
-        run = lambda e, rows, linear=linear: linear(experts.gate(linear(rows, layers[e][0])), layers[e][1])
-        yield loop_over_experts(x, index, weights, experts.num_experts, run)
+        for nudge in nudges if linear is torch_linear else nudges[:1]:
+            between = lambda h, nudge=nudge: _nudged(experts.gate(h), nudge)
+            run = lambda e, rows, f=linear, between=between: f(between(f(rows, layers[e][0])), layers[e][1])
+            yield loop_over_experts(x, index, weights, experts.num_experts, run)
+
+
+def _nudges(specs: Iterable[LinearSpec]) -> tuple[int, ...]:
+    """Units in the last place by which what is quantized inside of a fused call is moved for a baseline.
+
+    Where activations are quantized, the last bit of a value decides on its code. One computation alone says little about how far
+    such a jump moves the output.
+    """
+    return (0, 1, -1, 2) if any(spec.act is not None for spec in specs) else (0,)
 
 
 def _exact_experts(
@@ -109,17 +122,22 @@ def check_decode_step(layer: Any, reads: Mapping[str, Read], name: str) -> Itera
     restore = snapshot(layer)
     try:
         _remove_native_forwards(layer)
-        own = [_by_modules(layer, cache, inputs, x, torch.bfloat16) for x in inputs.tokens]
+        nudges = _nudges(part.spec for part in layer.modules() if isinstance(part, QuantLinear))
+        own = [[_by_modules(layer, cache, inputs, _nudged(x, nudge), torch.bfloat16) for x in inputs.tokens] for nudge in nudges]
         _make_exact(layer, reads)
         exact = _by_modules(layer, cache, inputs, torch.cat(inputs.tokens), torch.float64)
     finally:
         restore()
     checks = []
     for i in range(3):  # output, key, value
-        mine, modules = (torch.cat([token[i] for token in tokens]).flatten(1) for tokens in (fast, own))
-        found = compare_outputs(mine, exact[i].flatten(1), modules)
+        mine, *modules = (torch.cat([token[i] for token in tokens]).flatten(1) for tokens in (fast, *own))
+        found = compare_outputs(mine, exact[i].flatten(1), *modules)
         checks.append(LayerCheck(name, DECODE_STEP, 1, found.error, found.allowed, found.nmse, found.cosine))
     yield max(checks, key=lambda check: check.badness)
+
+
+def _nudged(x: Tensor, units: int) -> Tensor:
+    return x * (1 + units * torch.finfo(x.dtype).eps)
 
 
 class _Inputs:
