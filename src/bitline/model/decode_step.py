@@ -71,14 +71,6 @@ def has_native_step(module: Any) -> bool:
     return getattr(module.__dict__.get("forward"), "__func__", None) is _decoder_layer_forward
 
 
-def install_kv_cache(model: Any, cache: Any) -> None:
-    """Replace the full-attention layers of a new DynamicCache by ones that native decode steps append to."""
-    from transformers.cache_utils import DynamicLayer
-
-    if any(has_native_step(module) for module in model.modules()):
-        cache.layers = [kv_cache_layer_class()() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-
-
 def _replace_empty_cache_layer(layer: Any, x: Tensor, cache: Any) -> None:
     """Give the layer of a DynamicCache that nothing is in yet, for one sequence, the buffers that native steps append to."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -224,9 +216,9 @@ def _decoder_layer_forward(
     self: Any, hidden_states: Tensor, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
     use_cache: Any = False, position_embeddings: Any = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """One token through a decoder layer; its key and value are appended to a KV cache of `install_kv_cache`.
+    """One token through a decoder layer; its key and value are appended to a KV cache of `KVCacheLayer`s.
 
-    An empty DynamicCache, as transformers' own `generate` makes it, gets such layers with the prompt.
+    An empty DynamicCache, as transformers' `generate` and Bitline's make it, gets such layers with the prompt.
     """
     if past_key_values is not None:
         _replace_empty_cache_layer(self, hidden_states, past_key_values)
