@@ -191,11 +191,17 @@ def native_forwards(model):
     return {name for name, module in model.named_modules() if "forward" in module.__dict__}
 
 
+def install_kv_cache(model, cache):
+    """Give a new DynamicCache the layers that native steps append to, before the prompt does."""
+    if any(decode_step.has_native_step(module) for module in model.modules()):
+        cache.layers = [kv_cache_layer_class()() for _ in cache.layers]
+
+
 def logits(model, ids, *, native_cache=True):
     """Of every position from the third on: a prompt of three tokens, then one token at a time."""
     cache = transformers.DynamicCache(config=model.config)
     if native_cache:
-        decode_step.install_kv_cache(model, cache)
+        install_kv_cache(model, cache)
     rows = [model(input_ids=ids[:, :3], past_key_values=cache, use_cache=True).logits[:, -1]]
     for i in range(3, ids.shape[1]):
         rows.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits[:, -1])
@@ -317,7 +323,7 @@ def test_masks_batches_and_other_caches_run_in_transformers(pair, monkeypatch):
         fast(input_ids=ids[:, :3], past_key_values=other)
         fast(input_ids=ids[:, 3:], past_key_values=other)
     cache = transformers.DynamicCache(config=fast.config)
-    decode_step.install_kv_cache(fast, cache)
+    install_kv_cache(fast, cache)
     fast(input_ids=ids[:, :3], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1]]))
     fast(input_ids=ids[:, 3:], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1, 1]]))
     assert not count

@@ -386,3 +386,19 @@ def test_a_kernels_eager_function_is_used_only_where_the_dispatcher_is_not_neede
     w = dataclasses.replace(w, spec=w.spec.replace(input_multiplier=True), input_multiplier=torch.full((64,), 2.0))
     scaled = QuantLinear(w, kernel="ReferenceLinearKernel")
     assert torch.allclose(scaled(x), plain(x * 2), atol=1e-5)
+
+
+def test_pack_of_any_kernel_ignores_the_default_device():
+    """Engines build layers under a meta or GPU default."""
+
+    class OwnKernel(ReferenceLinearKernel):
+        @classmethod
+        def pack(cls, weight):
+            return super().pack(weight) | {"table": torch.zeros(3)}
+
+    weight = quantize(torch.randn(8, 32), "W4A16", group_size=32)
+    for kernel in (OwnKernel, ReferenceLinearKernel):
+        with torch.device("meta"):
+            packed = kernel.pack(weight)
+            assert torch.zeros(3).is_meta
+        assert not any(tensor.is_meta for tensor in packed.values())

@@ -281,5 +281,5 @@ def test_weight_info_has_facts_and_no_values(tmp_path):
     for layer in (model.model.layers[0].mlp.up_proj, copy.deepcopy(model).model.layers[0].mlp.up_proj):
         assert layer.weight.dtype == torch.float32 and layer.weight.shape == (160, 64) and layer.weight.device.type == "cpu"
         assert layer.weight._layer is layer and "weight" not in layer.state_dict()
-        with pytest.raises(TypeError):
+        with pytest.raises(bitline.InputError, match="packed layer"):
             torch.nn.functional.linear(torch.randn(1, 64), layer.weight)

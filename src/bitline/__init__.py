@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bitline.kernels.registry import register_kernel
     from bitline.linear import QuantLinear
     from bitline.model.load import load_model
+    from bitline.model.replace import replace_linears
     from bitline.model.verify import verify
     from bitline.operators import register_operators
     from bitline.platform import Platform
@@ -54,6 +55,7 @@ _EXPORTS = {
     "bitline.kernels.registry": ("register_kernel",),
     "bitline.linear": ("QuantLinear",),
     "bitline.model.load": ("load_model",),
+    "bitline.model.replace": ("replace_linears",),
     "bitline.model.verify": ("verify",),
     "bitline.operators": ("register_operators",),
     "bitline.platform": ("Platform",),
@@ -70,7 +72,7 @@ __all__ = [
     "InputError", "Kernel", "LinearSpec", "NoKernelError", "OutOfMemoryError", "Platform", "PlatformError", "Policy",
     "QuantExperts", "QuantLinear", "QuantizedInput", "QuantizedWeight", "ScalarType", "Verdict", "VerificationError",
     "WeightError", "__version__", "choose", "convert", "load_model", "open_checkpoint", "quantize", "register_format",
-    "register_kernel", "register_operators", "verify",
+    "register_kernel", "register_operators", "replace_linears", "verify",
 ]  # fmt: skip
 
 

@@ -20,11 +20,12 @@ from bitline.cli.options import device_of, dtype_of
 from bitline.cli.render import layer_names, size, table
 from bitline.model.embedding import QuantEmbedding
 from bitline.model.generate import Sampling, generate
+from bitline.model.layer_check import LayerCheck
 from bitline.model.load import load_model
 from bitline.model.plan import PlanRow, expert_stacks, plan, quant_linears
 from bitline.model.tokenizer import encode, load_tokenizer
 from bitline.model.transformers_logging import suppress_transformers_logging
-from bitline.model.verify import LayerCheck, check_layers
+from bitline.model.verify import check_layers
 from bitline.platform import Platform
 from bitline.select import Policy, short_name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.markup import escape
@@ -17,14 +18,16 @@ from bitline.cli.progress import progress_bars
 from bitline.cli.render import put, table
 from bitline.errors import CheckpointError
 from bitline.formats.base import LayerRecord
+from bitline.model.fused_parts import FusedParts
+from bitline.model.layer_check import LayerCheck
 from bitline.model.meta_model import default_dtype
-from bitline.model.verify import LayerCheck
 from bitline.model.verify_file import FileVerifier, sample_layers
 from bitline.platform import Platform
 from bitline.select import Policy, short_name
 from bitline.types import dtype_name
 
 _SHOWN = 10  # layers in the table that are within the tolerance
+_FUSED_SHOWN = 3  # parts that run as one call
 
 
 def verify_report(
@@ -52,16 +55,37 @@ def verify_report(
         for i, record in enumerate(chosen):
             checks += verifier.checks(record)
             progress("verify layers", i + 1, len(chosen))
+        parts = FusedParts(checkpoint, target, act_dtype, policy, sizes) if tp == 1 else None
+        fused, skipped = ([], []) if parts is None else _fused_checks(parts, checks, sample, seed, progress)
     checks.sort(key=lambda check: -check.badness)
-    failed = [check for check in checks if not check.ok]
+    failed = [check for check in (*checks, *fused) if not check.ok]
     return {
         "path": str(checkpoint.path), "format": checkpoint.format, "device": str(target), "platform": str(platform),
         "activations": dtype_name(act_dtype), "m": list(sizes), "tp": tp, "seed": seed,
         "layers": len(chosen), "layers_in_all": len(records), "seconds": time.perf_counter() - started,
         "ok": not failed, "failed": list(dict.fromkeys(check.layer for check in failed)),
         "checks": [vars(check) | {"ok": check.ok} for check in checks],
+        "fused": [vars(check) | {"ok": check.ok} for check in fused],
+        "skipped": [{"layer": name, "reason": reason} for name, reason in skipped],
         "refused": [{"layer": layer, "kernel": kernel, "reason": reason} for layer, kernel, reason in verifier.refused],
     }  # fmt: skip
+
+
+def _fused_checks(
+    parts: FusedParts, checks: list[LayerCheck], sample: int | None, seed: int, progress: Callable[[str, int, int], None]
+) -> tuple[list[LayerCheck], list[tuple[str, str]]]:  # fmt: skip
+    """The checks of what the model runs as one call, the worst first; and what is not checked, with the reason."""
+    skipped = [("", parts.reason)] if parts.reason else []
+    off = {check.layer for check in checks if not check.ok}
+    names = parts.names if sample is None else sample_layers(parts.names, sample, seed)
+    found: list[LayerCheck] = []
+    for i, name in enumerate(names):
+        if wrong := sorted(parts.layers_of(name) & off):
+            skipped.append((name, f"{wrong[0]} in it failed"))
+        else:
+            found += parts.checks(name)
+        progress("verify fused calls", i + 1, len(names))
+    return sorted(found, key=lambda check: -check.badness), skipped
 
 
 def show(report: dict[str, Any]) -> None:
@@ -73,18 +97,25 @@ def show(report: dict[str, Any]) -> None:
     out.print(f"[bold]{escape(report['path'])}[/] {head}", highlight=False, soft_wrap=True)
     rows = _worst_of_each(report["checks"])
     failed = [row for row in rows if not row["ok"]]
-    _show_rows(failed + [row for row in rows if row["ok"]][:_SHOWN])
-    for row in failed:
+    fused = _worst_of_each(report["fused"])
+    off = [row for row in fused if not row["ok"]]
+    _show_rows(failed + off + [row for row in rows if row["ok"]][:_SHOWN] + [row for row in fused if row["ok"]][:_FUSED_SHOWN])
+    for row in failed + off:
         if row["fault"]:
             rank = "" if row["rank"] is None else f" on rank {row['rank']}"
             out.print(Text.assemble((f"{row['layer']}{rank}: ", "bold"), row["fault"]), highlight=False, soft_wrap=True)
     for row in report["refused"][:_SHOWN]:
         out.print(f"[yellow]not checked[/] {escape(row['layer'])}: {row['kernel']}: {escape(row['reason'])}", highlight=False)
-    if failed:
-        count = len(report["failed"])
-        out.print(f"[bold red]{count} of {report['layers']} layers failed[/] in {report['seconds']:.1f} s", highlight=False)
+    for row in report["skipped"][:_SHOWN]:
+        out.print(f"[yellow]not checked[/] {escape(row['layer'] or 'fused calls')}: {escape(row['reason'])}", highlight=False)
+    seconds = f"in {report['seconds']:.1f} s"
+    if failed or off:
+        count = len({row["layer"] for row in failed})
+        calls = f", {len(off)} of {len(fused)} fused calls" if fused else ""
+        out.print(f"[bold red]{count} of {report['layers']} layers{calls} failed[/] {seconds}", highlight=False)
     else:
-        out.print(f"[green]every layer is within the tolerance[/], in {report['seconds']:.1f} s", highlight=False)
+        calls = f", and so are {len(fused)} fused calls" if fused else ""
+        out.print(f"[green]every layer is within the tolerance[/]{calls}, {seconds}", highlight=False)
 
 
 def _worst_of_each(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:

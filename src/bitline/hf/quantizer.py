@@ -140,10 +140,10 @@ class BitlineQuantizer(HfQuantizer):
         fill_model(self._loader)
         _keep_hooks(model, hooks)
         self._restore_config(model)
-        if env.verify() if self.quantization_config.verify is None else self.quantization_config.verify:
-            verify_loaded(model)
         if {device.type for device in self._vacated.devices()} == {"cpu"}:
             install_native_step(model, self.dtype, self.quantization_config.policy, self.quantization_config.native_step)
+        if env.verify() if self.quantization_config.verify is None else self.quantization_config.verify:
+            verify_loaded(model)
         self._loader = self._vacated = None
         return model
 
@@ -211,7 +211,8 @@ def _packed_bytes(loader: WeightLoader, records: list[LayerRecord]) -> dict[str,
             name = loader.names.module_name(record.name) if place is None else place.module
         except CheckpointError:
             continue
-        found[name] = found.get(name, 0) + record.nbytes
+        if name is not None:
+            found[name] = found.get(name, 0) + record.nbytes
     return found
 
 

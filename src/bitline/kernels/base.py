@@ -11,6 +11,7 @@ from torch import Tensor
 from bitline.act_quant import fake_quantize
 from bitline.errors import InputError
 from bitline.expert_gate import ExpertGate
+from bitline.host import without_default_device
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict
 from bitline.weight import QuantizedWeight
@@ -67,6 +68,12 @@ class Kernel:
     requires_bf16_hardware: ClassVar[bool] = True
     measured: ClassVar[tuple[str, ...]] = ()
     act_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Have `pack` ignore torch's default device, under which an engine may build its layers."""
+        super().__init_subclass__(**options)
+        if isinstance(own := cls.__dict__.get("pack"), classmethod):
+            setattr(cls, "pack", classmethod(without_default_device(own.__func__)))  # noqa: B010  # mypy: assigns to a method
 
     @classmethod
     def is_supported(cls, platform: Platform) -> Verdict:

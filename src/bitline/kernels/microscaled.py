@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline.act_quant import exact_div, mx_exponent, round_to
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.platform import Platform
 from bitline.quantized_input import pad_codes
@@ -133,7 +132,6 @@ class MicroscaledKernel(Kernel):
         return matches_format(spec, cls.fmt)
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes uint8 [N', K' / codes_per_byte]; scale uint8, swizzled; alpha float32 [1], the accumulators' factor; and
         global_scale float32 [1], the activation scales' factor (empty for MX)."""

@@ -11,7 +11,6 @@ from torch.nn.functional import linear, pad
 
 from bitline import bitstream
 from bitline.act_quant import fake_quantize
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, matmul_rate, roofline
 from bitline.kernels.cpu import costs as cpu_costs
 from bitline.platform import Platform, cpu_features
@@ -42,7 +41,6 @@ class ReferenceLinearKernel(Kernel):
         return YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """The canonical tensors, cloned: a weight read from a checkpoint is a view of a file, which may change."""
         present = {name: tensor.clone() for name, tensor in weight.tensors().items()}

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bitline.act_quant import fake_quantize
-from bitline.host import without_default_device
 from bitline.kernels import weight_only
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.triton.launch import interpreted
@@ -140,7 +139,6 @@ class TritonFakeQuantLinearKernel(Kernel):
         return weight_only.can_implement(_weight_only_spec(spec))
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """The weight-only kernel's tensors, then input_scale float32 [1] and input_zero int32 [1], or empty."""
         spec, absent = _weight_only_spec(weight.spec), torch.empty(0, device=weight.device)

@@ -56,7 +56,7 @@ def install(model: Any) -> int:
             forward: Any = _lm_head_forward
         elif kind == "rms_norm":
             forward = _rms_norm_forward
-        elif kind == "decoder_layer" and _has_known_parts(module):
+        elif is_known_layer(module):
             forward = _decoder_layer_forward
         else:
             continue
@@ -66,12 +66,9 @@ def install(model: Any) -> int:
     return installed
 
 
-def install_kv_cache(model: Any, cache: Any) -> None:
-    """Replace the full-attention layers of a new DynamicCache by ones that native decode steps append to."""
-    from transformers.cache_utils import DynamicLayer
-
-    if any(getattr(module.__dict__.get("forward"), "__func__", None) is _decoder_layer_forward for module in model.modules()):
-        cache.layers = [kv_cache_layer_class()() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+def has_native_step(module: Any) -> bool:
+    """Whether `install` gave a decoder layer its native forward."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) is _decoder_layer_forward
 
 
 def _replace_empty_cache_layer(layer: Any, x: Tensor, cache: Any) -> None:
@@ -127,8 +124,10 @@ def _body_hash(function: Any) -> str:
     return hashlib.sha256("\n".join(map(ast.unparse, body)).encode()).hexdigest()[:16]
 
 
-def _has_known_parts(layer: Any) -> bool:
-    """Whether a decoder layer's parts are known too."""
+def is_known_layer(layer: Any) -> bool:
+    """Whether a module is a decoder layer that native code can compute, and its parts are known too."""
+    if _module_kind(layer) != "decoder_layer":
+        return False
     parts = [layer._modules.get(name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")]
     if any(part is None for part in parts):
         return False
@@ -217,14 +216,14 @@ def _decoder_layer_forward(
     self: Any, hidden_states: Tensor, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
     use_cache: Any = False, position_embeddings: Any = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """One token through a decoder layer; its key and value are appended to a KV cache of `install_kv_cache`.
+    """One token through a decoder layer; its key and value are appended to a KV cache of `KVCacheLayer`s.
 
-    An empty DynamicCache, as transformers' own `generate` makes it, gets such layers with the prompt.
+    An empty DynamicCache, as transformers' `generate` and Bitline's make it, gets such layers with the prompt.
     """
     if past_key_values is not None:
         _replace_empty_cache_layer(self, hidden_states, past_key_values)
     if attention_mask is None and past_key_values is not None and position_embeddings is not None and not kwargs:
-        y = _decode_layer(self, hidden_states, position_embeddings, past_key_values)
+        y = decode_token(self, hidden_states, position_embeddings, past_key_values)
         if y is not None:
             return y
     y_torch: Tensor = type(self).forward(
@@ -234,8 +233,8 @@ def _decoder_layer_forward(
     return y_torch
 
 
-def _decode_layer(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> Tensor | None:
-    """The layer's output; None where transformers has to compute it, and then nothing has changed."""
+def decode_token(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> Tensor | None:
+    """A decoder layer's output for one token; None where transformers has to compute it, and then nothing has changed."""
     core, (cos, sin) = native.core(), position_embeddings
     if core is None or not _is_decode_input(self, x, cos, sin):
         return None

@@ -13,6 +13,12 @@ TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k
 _GGUF_STACK = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps(?:\.(\d+))?")
 
 
+def top_k_of(config: Any) -> int:
+    """Experts of a token by transformers' configuration; 1 where it does not say."""
+    config = config.get_text_config()
+    return next((v for key in TOP_K_KEYS if isinstance(v := getattr(config, key, None), int) and v > 0), 1)
+
+
 class ExpertPlace(NamedTuple):
     """One expert's matrix in a fused parameter.
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from bitline.errors import InputError
-from bitline.model import decode_step as native_step
 from bitline.model.verify import find_overflow
 
 
@@ -124,7 +123,6 @@ def _greedy(model: Any, ids: torch.Tensor, count: int, eos_tokens: list[int], st
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    native_step.install_kv_cache(model, cache)
     # The last position as an index tensor: an int makes transformers slice the hidden states, and torch's matmul of such a
     # strided operand with an unquantized head copies the head first (0.7 s for 200 MB).
     has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -95,10 +95,10 @@ def load_model(
         ranks.prepare(device)
     with _load_lock, nullcontext() if ranks is None else ranks.together(device):
         model = _load(checkpoint, device, dtype, policy, progress, merge=merge, tp=ranks)
-    if env.verify() if verify is None else verify:
-        verify_loaded(model)
     if device.type == "cpu" and ranks is None:
         install_native_step(model, dtype, policy, native_step)
+    if env.verify() if verify is None else verify:
+        verify_loaded(model)
     return model
 
 
@@ -138,6 +138,17 @@ def _facts(checkpoint: Checkpoint, dtype: torch.dtype, policy: Policy | str | No
 def fill_model(loader: WeightLoader) -> None:
     """Load all weights into the loader's model and make it one for inference. Errors as of `load_model`."""
     model, checkpoint = loader.model, loader.checkpoint
+    load_weights(loader)
+    model.bitline_weights, model.bitline_checkpoint = loader.read_weight, checkpoint
+    if loader.read_weight:
+        disable_weight_edits(model, checkpoint.path)
+    model.eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+
+def load_weights(loader: WeightLoader) -> None:
+    """`loader.load`; where the memory is too small an OutOfMemoryError."""
     try:
         with _load_lock:
             loader.load()
@@ -145,15 +156,9 @@ def fill_model(loader: WeightLoader) -> None:
         if type(error) is RuntimeError and "alloc" not in str(error):  # torch's CPU allocator raises a plain RuntimeError
             raise
         devices = sorted({str(loader.device_of(name)) for name in loader.required})
-        raise OutOfMemoryError(f"no memory on {', '.join(devices)} for the model", file=checkpoint.path) from error
+        raise OutOfMemoryError(f"no memory on {', '.join(devices)} for the model", file=loader.checkpoint.path) from error
     finally:
         memory.release()
-    model.bitline_weights, model.bitline_checkpoint = loader.read_weight, checkpoint
-    if loader.read_weight:
-        _disable_weight_edits(model, checkpoint.path)
-    model.eval()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
 
 
 def install_native_step(model: Any, dtype: torch.dtype, policy: Policy | str | None, asked: bool | None) -> None:
@@ -164,7 +169,7 @@ def install_native_step(model: Any, dtype: torch.dtype, policy: Policy | str | N
         decode_step.install(model)
 
 
-def _disable_weight_edits(model: Any, path: Path) -> None:
+def disable_weight_edits(model: Any, path: Path) -> None:
     """Refuse transformers' methods that expect every layer's weight to be a parameter.
 
     save_pretrained would silently write a checkpoint without the packed layers. With adapters it writes these alone.

@@ -13,14 +13,14 @@ from bitline.weight import QuantizedWeight
 
 
 class NameMap(Protocol):
-    """Maps a checkpoint's names to a transformers model's, and its tensors to the model's row order."""
+    """Maps a checkpoint's names to a model's, and its tensors to the model's row order."""
 
     def parameter_name(self, name: str) -> str | None:
         """The model's name of a tensor, None where the model has no such parameter."""
         ...
 
-    def module_name(self, name: str) -> str:
-        """The model's name of a quantized layer's module."""
+    def module_name(self, name: str) -> str | None:
+        """The model's name of a quantized layer's module, None where the model leaves the layer out."""
         ...
 
     def expert_place(self, name: str, *, layer: bool) -> ExpertPlace | None:

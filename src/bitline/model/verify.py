@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,57 +12,17 @@ from bitline.act_quant import fake_quantize
 from bitline.errors import InputError, VerificationError
 from bitline.experts import ExpertStack, QuantExperts
 from bitline.linear import QuantLinear
+from bitline.model import decode_step
 from bitline.model.embedding import QuantEmbedding
+from bitline.model.expert_names import top_k_of
+from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.packed_differences import packed_differences
 from bitline.model.plan import plan, quant_linears
+from bitline.model.verify_fused import DECODE_STEP, check_decode_step, check_experts
 from bitline.testing.tolerance import compare_batches, compare_outputs
 from bitline.weight import QuantizedWeight
 
 _MAX_N = 1024  # output features compared; a vocabulary of 150,000 in float64 would take gigabytes
-
-
-@dataclass(frozen=True)
-class LayerCheck:
-    """One layer's output against float64, or what else is wrong with the layer.
-
-    Attributes:
-        layer: Its name, with the number of the expert in a stack.
-        kernel: The kernel's class name.
-        m: M; 0 for a fault that no call shows.
-        error: The largest absolute error; infinite for a NaN and a fault.
-        allowed: Twice torch's own error in the same dtype, plus epsilon.
-        nmse: Sum of squared errors over sum of squared exact outputs.
-        cosine: Of the angle between the output and the exact one.
-        fault: What is wrong: packed tensors that differ from the checkpoint, a tensor of the file, an exception. "" for none.
-        rank: Of a tensor-parallel layer's slice; None for a whole layer.
-    """
-
-    layer: str
-    kernel: str
-    m: int
-    error: float
-    allowed: float
-    nmse: float = 0.0
-    cosine: float = 1.0
-    fault: str = ""
-    rank: int | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Within the tolerance, no NaN, and no fault."""
-        return self.error <= self.allowed and not self.fault
-
-    @property
-    def badness(self) -> float:
-        """The error in units of what is allowed, by which layers are sorted; infinite for a fault."""
-        if self.fault or not self.ok:
-            return math.inf if self.fault or self.allowed == 0 else self.error / self.allowed
-        return 0.0 if self.error == 0 else self.error / self.allowed
-
-
-def fault_of(layer: str, kernel: str, fault: str, rank: int | None = None) -> LayerCheck:
-    """The check of a layer that is wrong whatever its outputs are."""
-    return LayerCheck(layer, kernel, 0, math.inf, 0.0, math.inf, 0.0, fault, rank)
 
 
 @dataclass(frozen=True)
@@ -114,6 +73,7 @@ def verify(model: Any) -> list[LayerCheck]:
     runs on random input at M = 1 and 17 (of a stack of experts the first one), which must agree with the reference in float64
     within the tolerance of `bitline.testing.compare`. A layer that no checkpoint is known of can only be compared with its own
     packed weight, as `Kernel.unpack` gives it: that finds a kernel that computes wrong outputs, and not a wrong packed tensor.
+    What runs as one call, all experts of a layer and the native decode step, is then compared with float64 too.
 
     Args:
         model: A torch module.
@@ -125,7 +85,9 @@ def verify(model: Any) -> list[LayerCheck]:
         VerificationError: Where a layer is off, with the worst one's name, what differs and how many others there are.
         InputError: For a module without packed layers.
     """
-    checks = sorted(_checks(model), key=lambda check: -check.badness)
+    checks = [*_checks(model)]
+    checks += _fused_checks(model, {check.layer for check in checks if not check.ok})
+    checks.sort(key=lambda check: -check.badness)
     if not checks and _checkpoint_path(model) is None:
         raise InputError("nothing to verify", found=f"no packed layer in {type(model).__name__}",
                          expected="a model of bitline.load_model, or a module with a QuantLinear")  # fmt: skip
@@ -141,11 +103,14 @@ def _failure(failed: list[LayerCheck], path: Any) -> VerificationError:
     if worst.fault:
         return VerificationError("a layer differs from its checkpoint", file=path, tensor=worst.layer, found=worst.fault + others,
                                  expected="what the kernel packs of the checkpoint", fix="load the model again")  # fmt: skip
+    leave_out = f"Policy(disabled={{{worst.kernel!r}}}) leaves the kernel out"
+    if worst.kernel == DECODE_STEP:
+        leave_out = "load_model(native_step=False) leaves it out"
     return VerificationError(
         "a layer's output is not the reference's", file=path, tensor=worst.layer,
         found=f"an error of {worst.error:.3g} with {worst.kernel} at M={worst.m}{others}",
         expected=f"at most {worst.allowed:.3g}",
-        fix=f"Policy(disabled={{{worst.kernel!r}}}) leaves the kernel out; please report it",
+        fix=f"{leave_out}; please report it",
     )  # fmt: skip
 
 
@@ -164,6 +129,20 @@ def _checks(model: Any) -> Iterator[LayerCheck]:
         yield from (fault_of(*difference) for difference in differences)
         if not differences and not isinstance(module, QuantEmbedding):  # a kernel may do anything on tensors that are not its own
             yield from check_layer(module, read(), name)
+
+
+def _fused_checks(model: Any, failed: set[str]) -> Iterator[LayerCheck]:
+    """The checks of what a loaded model runs as one call, where its layers are sound. failed: names of layers that are not."""
+    weights = _weights_by_module(model)
+    for name, module in model.named_modules():
+        if any(layer.startswith(f"{name}.") for layer in failed):
+            continue
+        reads = {leaf: weights[id(part)] for leaf, part in module.named_modules() if id(part) in weights}
+        if isinstance(module, QuantExperts) and module.is_one_call and {"up.0", "down"} <= reads.keys():
+            top_k = top_k_of(model.config) if hasattr(model, "config") else 1
+            yield from check_experts(module, reads["up.0"], reads["down"], name, top_k)
+        elif decode_step.has_native_step(module):
+            yield from check_decode_step(module, reads, name)
 
 
 def _weights_by_module(model: Any) -> dict[int, Callable[..., QuantizedWeight]]:

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -13,14 +14,17 @@ from bitline.checkpoint import Checkpoint
 from bitline.errors import BitlineError, summary_of
 from bitline.formats.base import LayerRecord
 from bitline.linear import QuantLinear
+from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.rank_slices import RankSlice, RankSlices
-from bitline.model.verify import LayerCheck, check_layer, fault_of
+from bitline.model.verify import check_layer
 from bitline.platform import Platform
 from bitline.select import Policy, choose
 from bitline.weight import QuantizedWeight
 
+_T = TypeVar("_T")
 
-def sample_layers(records: Sequence[LayerRecord], count: int, seed: int) -> list[LayerRecord]:
+
+def sample_layers(records: Sequence[_T], count: int, seed: int) -> list[_T]:
     """`count` layers, one of each of as many equal parts of the file's order, drawn with this seed; all where there are fewer."""
     if count >= len(records):
         return list(records)

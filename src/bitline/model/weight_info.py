@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bitline.errors import InputError
 from bitline.linear import QuantLinear
 
 
@@ -39,6 +40,14 @@ class WeightInfo:
         return torch.Size((self._layer.out_features, self._layer.in_features))
 
     requires_grad = False
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuses every function of torch. That there is one keeps torch.nn's encoder layers from their fused path."""
+        raise InputError(
+            "a module reads the weight of a packed layer", found=f"{getattr(function, '__name__', function)} of layer.weight",
+            expected="a call of the layer itself", fix="call the layer, or leave it unpacked",
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"WeightInfo({list(self.shape)}, {self.dtype}, {self.device})"

@@ -20,7 +20,7 @@ from bitline.formats.base import LayerRecord
 from bitline.linear import QuantLinear
 from bitline.model.embedding import QuantEmbedding
 from bitline.model.expert_loader import ExpertLoader, ExpertRecords, UnquantizedExperts
-from bitline.model.expert_names import DOWN_NAME, TOP_K_KEYS
+from bitline.model.expert_names import DOWN_NAME, top_k_of
 from bitline.model.gguf_names import GGUFNameMap
 from bitline.model.merge import install, sibling_names
 from bitline.model.merge_weights import merge_key, merge_weights
@@ -46,11 +46,14 @@ class WeightLoader:
     device_of: where a module runs, by the name of the module or of one of its tensors. merge: pack layers with one input as one
     (`model.merge`); None: those on GPUs. other_head: the model's class is another one than the checkpoint was saved from. Then
     layers and tensors of the checkpoint outside of the base model may be left out, and the model's own parameters there, which
-    no file holds, get transformers' initialization; a warning names both. tp: ranks over which layers are cut.
+    no file holds, get transformers' initialization; a warning names both. tp: ranks over which layers are cut. names: where the
+    model is not transformers'; by default their tables.
 
     After `load`, `quantized` maps the model's module names to layer records, and `read_weight` to functions that read a layer's
     canonical weight again.
     """
+
+    shape_fix = "the config does not belong to these tensors"
 
     def __init__(
         self,
@@ -63,15 +66,14 @@ class WeightLoader:
         merge: bool | None = False,
         other_head: bool = False,
         tp: TensorParallel | None = None,
+        names: NameMap | None = None,
     ) -> None:
         self.model, self.checkpoint, self.device_of, self.dtype, self.policy = model, checkpoint, device_of, dtype, policy
         self.merge, self.other_head, self.tp = merge, other_head, tp
         self.parallel: ParallelPlan | None = None
         self.progress = progress or (lambda done, total: None)
-        self.names: NameMap
-        self.names = GGUFNameMap(model, checkpoint) if checkpoint.is_gguf else SafetensorsNameMap(model, checkpoint.path)
-        self.required = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-        self.required |= {n for n, _ in model.named_buffers() if n in model.state_dict()}
+        self.names = _names_of(model, checkpoint) if names is None else names
+        self.required = required_tensors(model)
         self.loaded: set[str] = set()
         self.quantized: dict[str, LayerRecord] = {}
         self.read_weight: dict[str, Callable[[], QuantizedWeight]] = {}
@@ -103,11 +105,15 @@ class WeightLoader:
                 self._load_quantized(target, record)
             self.progress(len(unquantized) + i + 1, total)
         self._tie_weights()
+        self._finish(unused)
+        if self.parallel is not None:
+            self.parallel.finish(self.read_weight)
+
+    def _finish(self, unused: Sequence[str]) -> None:
+        """Check what is left over on both sides, and fill the model's computed buffers."""
         self._check_missing()
         self._check_unused(unused)
         materialize_buffers(self.model, self.device_of, self.checkpoint)
-        if self.parallel is not None:
-            self.parallel.finish(self.read_weight)
 
     def plan_cuts(self, records: Sequence[LayerRecord], *, experts_only: bool = False) -> None:
         """Plan the cuts of this rank, where there are ranks and it has not been done."""
@@ -154,7 +160,7 @@ class WeightLoader:
         if meta is None or tuple(tensor.shape) != tuple(meta.shape):
             raise CheckpointError(
                 f"the model's {target} has a different shape", file=info.file, tensor=name, found=list(tensor.shape),
-                expected=None if meta is None else list(meta.shape), fix="the config does not belong to these tensors",
+                expected=None if meta is None else list(meta.shape), fix=self.shape_fix,
             )  # fmt: skip
         if meta.is_floating_point() and not info.dtype.is_floating_point:
             raise CheckpointError(
@@ -178,7 +184,7 @@ class WeightLoader:
         value._is_hf_initialized = True  # type: ignore[attr-defined]  # tells transformers not to initialize it again
 
     def _target(self, record: LayerRecord) -> str | None:
-        """The name of a quantized layer's module, None where it would be fused in a layer that the model leaves out."""
+        """The name of a quantized layer's module, None where the model leaves the layer out."""
         try:
             return self.names.module_name(record.name)
         except CheckpointError:
@@ -196,7 +202,7 @@ class WeightLoader:
         self._check_target(target, module, record)
         read = functools.partial(self._read, target, record)
         device = self.device_of(target)
-        if isinstance(module, nn.Linear):
+        if self._is_linear(module):
             weight = self._with_bias(target, module, record, read())
             self._place(target, record, self._quant_linear(target, weight, device), read)
         elif type(module) is nn.Embedding:
@@ -205,6 +211,10 @@ class WeightLoader:
             dtype = module.get_parameter("weight").dtype
             self._assign(module, "weight", read().to(device).dequantize(dtype), parameter=True)
         self._mark_quantized(target, record)
+
+    def _is_linear(self, module: nn.Module) -> bool:
+        """Whether a QuantLinear takes the place of a module."""
+        return isinstance(module, nn.Linear)
 
     def _read(self, target: str, record: LayerRecord) -> QuantizedWeight:
         """A layer's canonical weight on this rank, rows in the model's order."""
@@ -249,6 +259,35 @@ class WeightLoader:
         loaded: QuantExperts = self.model.get_submodule(module)
         return loaded
 
+    def load_module(self, module: str) -> nn.Module:
+        """Fill one module that has no experts alone, for checks that hold one decoder layer. Errors are those of `load`."""
+        inside = f"{module}."
+        for name, target in self._dense_targets.items():
+            if target.startswith(inside):
+                self._load_unquantized(name)
+        for target, record in self.layer_targets.items():
+            if target.startswith(inside):
+                self._load_quantized(target, record)
+        if missing := sorted(name for name in self.required - self.loaded if name.startswith(inside)):
+            raise CheckpointError("the checkpoint lacks a tensor of the model", file=self.checkpoint.path, tensor=missing[0])
+        return self.model.get_submodule(module)
+
+    @functools.cached_property
+    def _dense_targets(self) -> dict[str, str]:
+        """The model's name of each unquantized tensor that it has under a name of its own."""
+        found: dict[str, str] = {}
+        for name in self.checkpoint.dense_names():
+            with contextlib.suppress(CheckpointError):  # an expert's, or of a layer that the model leaves out
+                if (target := self.names.parameter_name(name)) is not None:
+                    found[name] = target
+        return found
+
+    @functools.cached_property
+    def layer_targets(self) -> dict[str, LayerRecord]:
+        """The quantized layers by the model's modules, experts aside."""
+        plain = [r for r in self.checkpoint.layers() if self.names.expert_place(r.name, layer=True) is None]
+        return {target: record for record in plain if (target := self._target(record)) is not None}
+
     @functools.cached_property
     def experts(self) -> dict[str, ExpertRecords]:
         """The quantized matrices of each experts module that has some."""
@@ -277,8 +316,7 @@ class WeightLoader:
             record = next(iter(found.parameters[twice[0]].values()))
             raise CheckpointError("some experts of a layer are quantized and others are not", file=self._file(record),
                                   tensor=record.name, found=f"{found.module}.{twice[0]}", expected="all or none")  # fmt: skip
-        config = self.model.config.get_text_config()
-        top_k = next((v for key in TOP_K_KEYS if isinstance(v := getattr(config, key, None), int) and v > 0), 1)
+        top_k = top_k_of(self.model.config)
         device = self.device_of(found.module)
         loader = ExpertLoader(shell, found, self.dtype, device, self.policy, top_k, self._file, self.parallel)
         experts = loader.load()
@@ -397,12 +435,12 @@ class WeightLoader:
         if tuple(shape) != (record.spec.n, record.spec.k):
             raise CheckpointError(
                 f"the model's {target} has a different shape", file=self._file(record), tensor=record.name,
-                found=[record.spec.n, record.spec.k], expected=list(shape), fix="the config does not belong to these tensors",
+                found=[record.spec.n, record.spec.k], expected=list(shape), fix=self.shape_fix,
             )  # fmt: skip
 
-    def _with_bias(self, target: str, module: nn.Linear, record: LayerRecord, weight: QuantizedWeight) -> QuantizedWeight:
+    def _with_bias(self, target: str, module: nn.Module, record: LayerRecord, weight: QuantizedWeight) -> QuantizedWeight:
         """A linear layer's weight with the bias that was loaded before or is the weight's own."""
-        bias = module.bias
+        bias = module._parameters.get("bias")
         if bias is not None and f"{target}.bias" not in self.loaded and not record.spec.bias:
             raise CheckpointError("a layer's bias is missing", file=self._file(record), tensor=f"{record.name}.bias")
         self.loaded.add(f"{target}.bias")
@@ -421,7 +459,7 @@ class WeightLoader:
 
     def _tie_weights(self) -> None:
         """Give each tied parameter that the checkpoint does not store its partner's tensor or quantized layer."""
-        for a, b in dict(getattr(self.model, "all_tied_weights_keys", None) or {}).items():
+        for a, b in self._tied_pairs():
             for target, source in ((a, b), (b, a)):
                 if target in self.loaded or source not in self.loaded:
                     continue
@@ -432,6 +470,10 @@ class WeightLoader:
                     module, name = self.model.get_submodule(target.rpartition(".")[0]), target.rpartition(".")[2]
                     module._parameters[name] = self._on(self.device_of(target), self.model.get_submodule(owner)._parameters[leaf])
                     self.loaded.add(target)
+
+    def _tied_pairs(self) -> Sequence[tuple[str, str]]:
+        """Names of parameters that are one."""
+        return [*dict(getattr(self.model, "all_tied_weights_keys", None) or {}).items()]
 
     @staticmethod
     def _on(device: torch.device, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -479,7 +521,7 @@ class WeightLoader:
         log.warning("%s of %s is not used by %s", name, self.checkpoint.path, type(self.model).__name__)
         return True
 
-    def _check_unused(self, names: list[str]) -> None:
+    def _check_unused(self, names: Sequence[str]) -> None:
         """Log unquantized tensors that the model does not use; those of a layer that the config lacks are an error."""
         unused = [name for name in names if not self._is_optional(name)]
         for name in unused:
@@ -507,6 +549,18 @@ class WeightLoader:
 
     def _is_optional(self, name: str) -> bool:
         return _matches(name, [*_OPTIONAL, *(getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or [])])
+
+
+def required_tensors(module: nn.Module) -> set[str]:
+    """Names of all parameters and of the buffers that a state dict has."""
+    kept = module.state_dict()
+    buffers = {name for name, _ in module.named_buffers() if name in kept}
+    return buffers | {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+
+def _names_of(model: Any, checkpoint: Checkpoint) -> NameMap:
+    """The names of a transformers model."""
+    return GGUFNameMap(model, checkpoint) if checkpoint.is_gguf else SafetensorsNameMap(model, checkpoint.path)
 
 
 def _read_merged(reads: Sequence[Callable[[], QuantizedWeight]]) -> QuantizedWeight:

@@ -57,11 +57,11 @@ def baseline_error(x: Tensor, weight: QuantizedWeight, exact: Tensor) -> float:
         weight: The weight [N, K].
         exact: `reference64(x, weight)`.
     """
-    outputs = [torch_linear(x, weight)] + ([_in_order(x, weight)] if x.dtype == torch.float32 else [])
+    outputs = [torch_linear(x, weight)] + ([in_order_linear(x, weight)] if x.dtype == torch.float32 else [])
     return max(float((out.double() - exact).abs().max()) for out in outputs)
 
 
-def _in_order(x: Tensor, weight: QuantizedWeight) -> Tensor:
+def in_order_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """The layer with one float32 accumulator per output, K in ascending order, [M, N]."""
     values, out = _input(x, weight).float(), x.new_empty(x.shape[0], weight.spec.n, dtype=torch.float32)
     for rows in _row_chunks(weight):
@@ -211,10 +211,10 @@ def compare_batches(
     return [one.comparison(dtype) for one in sums]
 
 
-def compare_outputs(out: Tensor, exact: Tensor, own: Tensor) -> Comparison:
-    """Compare an output [M, N] with the exact one, float64, where torch's own output in the same dtype is given."""
+def compare_outputs(out: Tensor, exact: Tensor, *own: Tensor) -> Comparison:
+    """Compare an output [M, N] with the exact one, float64, where torch's own outputs in the same dtype are given."""
     sums = _Sums()
-    sums.add(out, exact, [own])
+    sums.add(out, exact, own)
     return sums.comparison(out.dtype)
 
 

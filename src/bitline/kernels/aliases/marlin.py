@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import torch
 
-from bitline.host import without_default_device
 from bitline.kernels.aliases.weight_only import WeightOnlyAlias
 from bitline.kernels.base import Packed
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
@@ -58,7 +57,6 @@ class MarlinNvFp4LinearKernel(_MarlinKernel):
     weight_type, sf_vec_size, sf_dtype = "float4_e2m1", 16, torch.float8_e4m3fn
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """See `_MarlinKernel.pack`."""
         _warn_weight_only()

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bitline.host import without_default_device
 from bitline.kernels import weight_only
 from bitline.kernels.base import Kernel, Packed
 from bitline.platform import Platform
@@ -32,7 +31,6 @@ class WeightOnlyAlias(Kernel):
         return weight_only.can_implement(spec)
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """As the kernel that runs on the weight's device."""
         return weight_only.kernel_for_device(weight.spec, weight.device).pack(weight)

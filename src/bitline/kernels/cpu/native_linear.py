@@ -13,7 +13,6 @@ from bitline import native, types
 from bitline.act_quant import fake_quantize
 from bitline.errors import BitlineError
 from bitline.expert_gate import ExpertGate
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.cpu import costs, native_experts, packed_weight, unpack_weight
 from bitline.kernels.cpu.native_experts import DTYPE_CODES, FAILURES
@@ -115,7 +114,6 @@ class CPUWNA16LinearKernel(Kernel):
         return YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """weight: uint8, see packed_weight.py; for activation schemes that the kernel does not run itself, their static scale and
         zero point too.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bitline.errors import InputError
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.hopper import layout
 from bitline.kernels.hopper.eager import EagerLinear
@@ -57,7 +56,6 @@ class GluonHopperLinearKernel(Kernel):
         return found if isinstance(found, Verdict) else YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """weight: packed int32 (`layout`); scale, zero: tables [N/16, scale blocks, 8, 2]; alpha: float32 [1], or [3] (see
         `_fold_fragment_exponent`); perm: int32 [K]. What a layer lacks is empty."""

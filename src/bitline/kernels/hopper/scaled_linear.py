@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline.errors import InputError
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.hopper.launch import num_sms
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
@@ -156,7 +155,6 @@ class GluonHopperScaledMMLinearKernel(Kernel):
         return check_spec(spec)
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """weight: codes E4M3 or int8 in the input's column order, in contiguous blocks of 64 x 128 with zero
         padding, [blocks * 64, 128]. scale: float32 [row blocks, column

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from bitline.host import without_default_device
 from bitline.kernels.base import Packed
 from bitline.kernels.hopper.runtime import prepare
 from bitline.kernels.hopper.scaled_linear import GluonHopperScaledMMLinearKernel
@@ -33,7 +32,6 @@ class GluonHopperW4A8LinearKernel(GluonHopperScaledMMLinearKernel):
         return check_w4a8(spec)
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """weight: packed int32 [N/16, K/128, 256] (`w4a8_layout`). scale: float32 [N/16, groups, 16], over the factor of the
         unpacked codes. input_scale float32 [1]: of a static scheme, else empty. input_zero: empty."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bitline.errors import InputError
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
 from bitline.kernels.providers.common import installed
@@ -65,7 +64,6 @@ class AiterInt8ScaledMMLinearKernel(Kernel):
         return per_channel_only(spec)
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes int8 [N, K], scale float32 [N, 1], input_scale [1, 1] or empty."""
         _gemm_a8w8()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bitline.errors import InputError
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.providers.common import installed
@@ -95,7 +94,6 @@ class ArkWNA16LinearKernel(Kernel):
         return YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """blob int8 [bytes]: the library packs it from signed codes [K, N], float32 scales and signed zero points [groups, N]."""
         s = weight.spec

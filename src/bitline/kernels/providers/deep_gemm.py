@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bitline.errors import InputError
-from bitline.host import without_default_device
 from bitline.kernels.base import Packed, roofline
 from bitline.kernels.providers.common import installed
 from bitline.kernels.torch.fp8_block import BlockWiseTorchFP8ScaledMMLinearKernel
@@ -50,7 +49,6 @@ class DeepGemmFp8BlockScaledMMKernel(BlockWiseTorchFP8ScaledMMLinearKernel):
         return installed(platform, "deep_gemm")
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """See BlockWiseTorchFP8ScaledMMLinearKernel.pack."""
         _deep_gemm()
@@ -92,7 +90,6 @@ class FlashInferFp8DeepGEMMDynamicBlockScaledKernel(BlockWiseTorchFP8ScaledMMLin
         return installed(platform, "flashinfer")
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """See BlockWiseTorchFP8ScaledMMLinearKernel.pack; both kernels take it."""
         _flashinfer()

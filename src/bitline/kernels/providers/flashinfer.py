@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bitline.host import without_default_device
 from bitline.kernels.base import Packed
 from bitline.kernels.microscaled import MXFP4, MXFP8, NVFP4, MicroscaledKernel, swizzle_scales
 from bitline.kernels.providers.common import installed
@@ -40,7 +39,6 @@ class _FlashInferKernel(MicroscaledKernel):
         return installed(platform, "flashinfer")
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """See MicroscaledKernel.pack."""
         _flashinfer_gemm()  # a package that cannot be imported fails at load time, not in the first call

@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 
 from bitline import bitstream
 from bitline.errors import InputError
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.providers.common import installed
 from bitline.kernels.triton.act_quant import quantize_groups_padded, quantize_padded
@@ -138,7 +137,6 @@ class _HummingKernel(Kernel):
         return found if isinstance(found, Verdict) else YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """weight int32, scale, zero and scale2, as humming transforms them; locks int32 [2048], zero between calls; perm int32
         [K]; input_scale [1]. Absent ones are empty. An InputError for E4M3 codes of NaN, which humming reads as 480."""

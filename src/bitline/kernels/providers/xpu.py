@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from bitline import bitstream
 from bitline.act_quant import quantize_input
 from bitline.errors import InputError
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.providers.common import installed
 from bitline.platform import Platform
@@ -68,7 +67,6 @@ class _XpuInt4Kernel(Kernel):
         return installed(platform, "vllm_xpu_kernels")
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes int32 [N', K / 8], passed as its transposed view; scale [groups, N']; zero int8 [1] for symmetric types, else
         int32 [groups, N' / 8] packed along N; perm int32 [K] or empty. N' is a multiple of 8."""
@@ -145,7 +143,6 @@ class XPUW4A8IntLinearKernel(_XpuInt4Kernel):
         return _takes_groups(spec, _CODES_PER_INT32)
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """See `_XpuInt4Kernel.pack`; scales in float16. An InputError where one of them overflows it."""
         if weight.spec.act_dtype == torch.bfloat16:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline.act_quant import quantize_groups, quantize_input
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.microscaled import MXFP8, MicroscaledKernel, quantize_microscaled
 from bitline.kernels.providers.common import installed
@@ -59,7 +58,6 @@ class XPUFP8ScaledMMLinearKernel(Kernel):
         return YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes float8_e4m3fn [N, K], passed as its transposed view; scale float32 [N, 1] or [K / 128, N / 128]; input_scale [1]
         and perm int32 [K], or empty."""

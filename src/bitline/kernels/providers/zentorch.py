@@ -13,7 +13,6 @@ from torch import Tensor
 
 from bitline import env
 from bitline.errors import InputError
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
@@ -83,7 +82,6 @@ class ZentorchWNA16LinearKernel(Kernel):
         return YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes int32 [N, K / 8] as the package packs them, scale bfloat16 [groups, N], zero int8 [groups, N] or empty."""
         values = weight.unpacked().view(torch.int8)
@@ -144,7 +142,6 @@ class ZentorchInt8ScaledMMLinearKernel(Kernel):
         return per_channel_only(spec)
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes int8 [N, K], scale bfloat16 [N], the only dtype that the operator takes."""
         _ops()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.triton.act_quant import quantize_padded
 from bitline.platform import Platform
@@ -68,7 +67,6 @@ class _TorchFP8Kernel(Kernel):
         raise NotImplementedError
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes float8_e4m3fn [N', K'] in the input's column order, scale float32 [N'], input_scale float32 [1, 1] or empty.
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.triton.act_quant import quantize_groups_padded
 from bitline.platform import Platform
@@ -55,7 +54,6 @@ class BlockWiseTorchFP8ScaledMMLinearKernel(Kernel):
         return YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes float8_e4m3fn [N', K'] in whole blocks, starting with the first row's block; scale float32 [N' / 128, K' / 128].
 

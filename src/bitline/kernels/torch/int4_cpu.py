@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 
 from bitline import memory, native
 from bitline.act_quant import fake_quantize
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.integers import IntegerCodes, integer_codes
@@ -70,7 +69,6 @@ class TorchInt4PackLinearKernel(Kernel):
         return YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes uint8 [N', planes * K' / 2] in torch's nibble layout; scales bfloat16 [planes * K' / g, N', 2] of (s, z); perm,
         input_scale and input_zero or empty."""

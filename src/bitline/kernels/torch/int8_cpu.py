@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bitline.act_quant import fake_quantize
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
@@ -55,7 +54,6 @@ class TorchInt8PackLinearKernel(Kernel):
         return per_channel_only(spec)
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes int8 [N, K'], K padded to 16 since the operator reads past the end of shorter rows; scale bfloat16 [N]."""
         codes = int8_codes(weight)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, roofline
 from bitline.kernels.cpu import costs as cpu_costs
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes, per_channel_only
@@ -65,7 +64,6 @@ class TorchInt8ScaledMMLinearKernel(Kernel):
         return per_channel_only(spec)
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes int8 [N', K'], padded to multiples of 8; scale float32 [N]; colsum int32 [N] for asymmetric activations."""
         spec, device = weight.spec, weight.device

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.integers import channel_scales, fits_int8, int8_codes
 from bitline.kernels.providers.common import triton_available
@@ -93,7 +92,6 @@ class TritonInt8ScaledMMLinearKernel(_TritonScaledMM):
         return YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes int8 [N, K'] in the input's column order, K' a multiple of 16; scale float32 [N]; colsum int32 [N]; a static
         scheme's input_scale and input_zero. Absent ones are empty."""
@@ -169,7 +167,6 @@ class TritonFp8BlockScaledMMKernel(_TritonScaledMM):
         return (0.8, 0.35) if _scale_interval(spec) >= 64 else (0.25, 0.115)
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """codes float8_e4m3fn [N, K'], K' a multiple of 16; scale float32 [row blocks, column blocks]."""
         k = weight.spec.k

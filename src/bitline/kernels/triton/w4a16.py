@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bitline.expert_gate import ExpertGate
-from bitline.host import without_default_device
 from bitline.kernels.base import Kernel, Packed, matmul_rate
 from bitline.kernels.providers.common import triton_available
 from bitline.kernels.triton import experts, layout
@@ -45,7 +44,6 @@ class TritonWeightOnlyKernel(Kernel):
         return YES
 
     @classmethod
-    @without_default_device
     def pack(cls, weight: QuantizedWeight) -> Packed:
         """See `layout.pack`."""
         return layout.pack(weight)
