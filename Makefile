@@ -4,9 +4,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= What is the capital of France, and what is it known for?
-# On a terminal pip shows every download and its progress; elsewhere, in a log, only errors.
-QUIET := $(if $(MAKE_TERMOUT),,--quiet)
-PIP := $(BIN)/python -m pip --disable-pip-version-check $(QUIET)
+# pip names every download; on a terminal it shows their progress too.
+PIP_OUTPUT := $(if $(MAKE_TERMOUT),,--progress-bar off)
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_OUTPUT)
 NATIVE := $(BIN)/python -c 'from bitline import native; print(native.find() or "")'
 SPLIT := $(if $(SHARD),--splits $(word 2,$(subst /, ,$(SHARD))) --group $(word 1,$(subst /, ,$(SHARD))))
 
@@ -53,28 +53,28 @@ sanitize-gpu: .venv/test
 	$(PYTHON) -c 'import sys; sys.exit("Bitline needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	@echo "1 of 2: pip installs the pinned packages of requirements.txt into .venv."
-	@echo "It downloads about 310 MB that are not in its cache, 190 MB of them torch for CPUs; with CUDA torch has several times that."
-	$(PIP) install -r requirements.txt
+	@echo "It downloads about 280 MB that are not in its cache, 190 MB of them torch for CPUs; torch with CUDA has several times that."
+	$(PIP_INSTALL) -r requirements.txt
 	@echo "2 of 2: the native core is compiled, in a few minutes on two CPU cores; nothing is downloaded."
-	$(PIP) install --no-deps --no-build-isolation -e .
+	$(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
 .venv/test: .venv/run requirements-dev.txt requirements-providers.txt
 	@echo "pip installs the packages of the tests: requirements-dev.txt, requirements-providers.txt"
-	$(PIP) install -r requirements-dev.txt
-	$(PIP) install --no-deps --target .venv/providers --upgrade -r requirements-providers.txt
+	$(PIP_INSTALL) -r requirements-dev.txt
+	$(PIP_INSTALL) --no-deps --target .venv/providers --upgrade -r requirements-providers.txt
 	touch $@
 
 .venv-docs/ready: requirements-docs.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip --disable-pip-version-check $(QUIET) install -r requirements-docs.txt
+	.venv-docs/bin/python -m pip --disable-pip-version-check install $(PIP_OUTPUT) -r requirements-docs.txt
 	touch $@
 
 # vLLM for CPUs with Bitline in it, in an environment of its own: it pins other versions of torch and transformers.
 .venv-vllm/ready: requirements-vllm.txt pyproject.toml .venv/run
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip --disable-pip-version-check $(QUIET) install --no-deps -r requirements-vllm.txt
-	.venv-vllm/bin/python -m pip --disable-pip-version-check $(QUIET) install --no-deps --no-build-isolation -C wheel.cmake=false -e .
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install $(PIP_OUTPUT) --no-deps -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install $(PIP_OUTPUT) --no-deps --no-build-isolation -C wheel.cmake=false -e .
 	touch $@
 
 clean:

@@ -2,8 +2,8 @@
 
     python release/build_wheels.py OUT [--work FOLDER] [--machine x86_64 …]
 
-The environment needs scikit-build-core, cmake, ninja, ziglang and auditwheel (requirements.txt, requirements-dev.txt). zig has the
-headers and the symbols of each glibc, so no container and no other compiler takes part.
+The environment needs scikit-build-core, cmake, ninja, ziglang and auditwheel (requirements.txt, requirements-dev.txt). zig has
+the headers and the symbols of each glibc, so no container and no other compiler takes part.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ FLAGS = ("-g0", "-s", "-nostdlib++", "-Wl,-z,defs")
 
 
 def main() -> None:
+    """Build what the command line asks for, and check every wheel."""
     parser = argparse.ArgumentParser(description="Build the sdist and the wheels.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "wheels", help="compilers and zig's cache")
@@ -51,6 +52,7 @@ def commit_time() -> str:
 
 
 def build_sdist(out: Path) -> Path:
+    """A source distribution of this tree."""
     os.chdir(ROOT)  # where a build backend is called
     return out / backend.build_sdist(str(out))
 

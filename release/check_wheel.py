@@ -1,6 +1,6 @@
 """Checks a wheel before it is uploaded: its tag, what it contains, and the machine and glibc that its native core needs.
 
-    python release/check_wheel.py dist/*.whl
+python release/check_wheel.py dist/*.whl
 """
 
 from __future__ import annotations
