@@ -1,5 +1,5 @@
-"""What `make wheels` builds: the sdist holds what git does, the wheels hold the native core for old systems. An installed wheel does
-the main job where there is no compiler, and says what to install where transformers is missing.
+"""What `make wheels` builds: the sdist holds what git does, the wheels hold the native core for old systems. An installed wheel
+does the main job where there is no compiler, and says what to install where transformers is missing.
 """
 
 import importlib.util
