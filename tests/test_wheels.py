@@ -156,7 +156,9 @@ def test_the_arm_core_loads(dist, tmp_path):
 
     (tmp_path / "core.so").write_bytes(contents(dist / ARM)[LIBRARY])
     (tmp_path / "loads.c").write_text(LOADS)
-    compiler = release_script("zig_compiler").write_compiler(tmp_path / "c", "aarch64-linux-gnu.2.28", "-nostdlib++")
+    compiler = release_script("zig_compiler").write_compiler(
+        tmp_path / "c", "aarch64-linux-gnu.2.28", "-O3", "-g0", "-s", "-nostdlib++"
+    )
     cache = {"ZIG_GLOBAL_CACHE_DIR": str(dist.parent / "work" / "zig"), "ZIG_LOCAL_CACHE_DIR": str(dist.parent / "work" / "zig")}
     command = [compiler, "-x", "c", "-o", tmp_path / "loads", tmp_path / "loads.c"]
     subprocess.run(command, check=True, env=os.environ | cache)
