@@ -1,14 +1,16 @@
 # `make run` sets everything up and runs the main job; `make test` sets everything up and passes the tests; `make test-all` runs
-# the exhaustive ones too, with SHARD=1/4 a quarter of them.
+# the exhaustive ones too, with SHARD=1/4 a quarter of them. `make wheels` builds what a release uploads, into dist/.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= What is the capital of France, and what is it known for?
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# pip names every download; on a terminal it shows their progress too.
+PIP_OUTPUT := $(if $(MAKE_TERMOUT),,--progress-bar off)
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_OUTPUT)
 NATIVE := $(BIN)/python -c 'from bitline import native; print(native.find() or "")'
 SPLIT := $(if $(SHARD),--splits $(word 2,$(subst /, ,$(SHARD))) --group $(word 1,$(subst /, ,$(SHARD))))
 
-.PHONY: run test test-all test-gpu lint docs sanitize sanitize-gpu clean
+.PHONY: run test test-all test-gpu lint docs wheels sanitize sanitize-gpu clean
 
 run: .venv/run
 	$(BIN)/bitline run smollm2 --chat --prompt "$(PROMPT)"
@@ -25,8 +27,8 @@ test-gpu: .venv/test
 	$(BIN)/python -m pytest -n auto tests/gpu
 
 lint: .venv/test
-	$(BIN)/ruff check src tests benchmarks fuzz examples
-	$(BIN)/ruff format --check src tests benchmarks fuzz examples
+	$(BIN)/ruff check src tests benchmarks fuzz examples release
+	$(BIN)/ruff format --check src tests benchmarks fuzz examples release
 	$(BIN)/mypy
 
 # The documentation site in build/site, from docs/ and the docstrings; a broken link is an error. Its packages have an environment
@@ -35,6 +37,10 @@ docs: .venv-docs/ready
 	.venv-docs/bin/zensical build --strict --clean
 	find build/site -name index.html -exec sed -i -E \
 		's#<a href="(\.\./)+(benchmarks|csrc|fuzz|src|tests)/[^"]*">([^<]*)</a>#\3#g' {} +
+
+# The sdist and the wheels for x86-64 and aarch64, checked; docs/releasing.md describes them. zig compiles for minutes.
+wheels: .venv/test
+	$(BIN)/python release/build_wheels.py dist
 
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer; needs GCC with its sanitizers, and a minute or two.
 sanitize: .venv/test
@@ -50,25 +56,29 @@ sanitize-gpu: .venv/test
 .venv/run: requirements.txt pyproject.toml $(wildcard csrc/*) $(wildcard csrc/*/*)
 	$(PYTHON) -c 'import sys; sys.exit("Bitline needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(PIP) install -r requirements.txt
-	$(PIP) install --no-deps --no-build-isolation -e .
+	@echo "1 of 2: pip installs the pinned packages of requirements.txt into .venv."
+	@echo "It downloads about 280 MB that are not in its cache, 190 MB of them torch for CPUs; torch with CUDA has several times that."
+	$(PIP_INSTALL) -r requirements.txt
+	@echo "2 of 2: the native core is compiled, in a few minutes on two CPU cores; nothing is downloaded."
+	$(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
 .venv/test: .venv/run requirements-dev.txt requirements-providers.txt
-	$(PIP) install -r requirements-dev.txt
-	$(PIP) install --no-deps --target .venv/providers --upgrade -r requirements-providers.txt
+	@echo "pip installs the packages of the tests: requirements-dev.txt, requirements-providers.txt"
+	$(PIP_INSTALL) -r requirements-dev.txt
+	$(PIP_INSTALL) --no-deps --target .venv/providers --upgrade -r requirements-providers.txt
 	touch $@
 
 .venv-docs/ready: requirements-docs.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip --disable-pip-version-check --quiet install -r requirements-docs.txt
+	.venv-docs/bin/python -m pip --disable-pip-version-check install $(PIP_OUTPUT) -r requirements-docs.txt
 	touch $@
 
 # vLLM for CPUs with Bitline in it, in an environment of its own: it pins other versions of torch and transformers.
 .venv-vllm/ready: requirements-vllm.txt pyproject.toml .venv/run
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r requirements-vllm.txt
-	.venv-vllm/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation -C wheel.cmake=false -e .
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install $(PIP_OUTPUT) --no-deps -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install $(PIP_OUTPUT) --no-deps --no-build-isolation -C wheel.cmake=false -e .
 	touch $@
 
 clean:

