@@ -238,6 +238,8 @@ def explain(
     from bitline.cli.explain_text import show
     from bitline.cli.options import platform_of, policy_of
 
+    if expert_parallel and tp == 1:
+        raise typer.BadParameter("give the number of ranks with --tp", param_hint="--expert-parallel")
     asked = policy_of(kernel, backend, strict, policy, disable, m=parse_batch_sizes(m))
     report = explain_report(path, platform_of(platform), asked, dtype, tp, expert_parallel=expert_parallel)
     emit(report) if as_json else show(report, everything)

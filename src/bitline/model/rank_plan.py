@@ -164,7 +164,7 @@ class RankPlan:
     def _dense_expert_bytes(
         self, plan: ParallelPlan, module: str, leaf: str, parameter: nn.Parameter, *, among_quantized: bool
     ) -> int:  # fmt: skip
-        """Bytes of a parameter of unquantized experts. Where transformers' module runs them, channels are padded to multiples of 8."""
+        """Bytes of a parameter of unquantized experts. Channels are padded to multiples of 8 in transformers' own module."""
         if (own := plan.whole_experts.get(module)) is not None:
             return parameter.nbytes // own.total * len(own)
         at, rank = plan.experts[module], plan.tp.rank
