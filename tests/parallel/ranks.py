@@ -82,7 +82,7 @@ def experts(model: Any) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     hooks = []
     for name, module in model.named_modules():
-        if name.endswith(".experts"):
+        if name.endswith(".experts") and hasattr(module, "num_experts"):
             count = module.num_experts
             found[name] = {"experts": count, "bytes": held(module)}
             note = lambda _m, args, n=name, e=count: found[n].update(pairs=int(((args[1] < e) & (args[2] != 0)).sum()))
