@@ -71,7 +71,7 @@ def load_model(
         verify: Compare every layer with the reference (`model/verify.py`); by default where `$BITLINE_VERIFY` is set.
         tp: Tensor parallelism, each rank calling this: None, "auto" (the ranks that torchrun started), a process group of
             torch.distributed, a DeviceMesh of one dimension, or a `parallel.TensorParallel`. Each rank packs its cut of each
-            layer; logits are the same bits on every rank.
+            layer, or whole experts where the TensorParallel says so; logits are the same bits on every rank.
 
     Raises:
         CheckpointError: For a file that is damaged, a parameter that it lacks, and a quantized layer that the model has no module
