@@ -352,7 +352,7 @@ def stackable(spec: LinearSpec) -> bool:
 
 def stack_experts(
     weights: Callable[[int], QuantizedWeight], num_experts: int, one_spec: bool, act_dtype: torch.dtype,
-    device: torch.device | str, policy: Policy | str | None, top_k: int,
+    device: torch.device | str, policy: Policy | str | None, top_k: int, routed: int | None = None,
 ) -> Part:  # fmt: skip
     """One projection of all experts: an ExpertStack where they have one spec, else a QuantLinear each.
 
@@ -364,8 +364,9 @@ def stack_experts(
         device: Where to run.
         policy: Any form that `Policy.of` accepts.
         top_k: Experts of a token.
+        routed: Experts of which a token gets top_k; more than E where other ranks have some. E by default.
     """
-    target, policy = as_device(device), expert_policy(Policy.of(policy), num_experts, top_k)
+    target, policy = as_device(device), expert_policy(Policy.of(policy), routed or num_experts, top_k)
     first = weights(0).with_act_dtype(act_dtype)
     stack = ExpertStack(first.spec, num_experts, target, policy) if one_spec and stackable(first.spec) else None
     layers = nn.ModuleList()

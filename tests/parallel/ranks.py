@@ -77,6 +77,22 @@ def shapes(model: Any) -> dict[str, list[int]]:
     return found
 
 
+def experts(model: Any) -> dict[str, dict[str, Any]]:
+    """Of each experts module, this rank's number of experts, their bytes, and pairs of token and expert of one token's pass."""
+    found: dict[str, dict[str, Any]] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts") and hasattr(module, "num_experts"):
+            count = module.num_experts
+            found[name] = {"experts": count, "bytes": held(module)}
+            note = lambda _m, args, n=name, e=count: found[n].update(pairs=int(((args[1] < e) & (args[2] != 0)).sum()))
+            hooks.append(module.register_forward_pre_hook(note))  # after the one that leaves other ranks' experts out
+    forward(model, [[5]])
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 def main(rank: int, world: int, folder: Path, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -86,9 +102,11 @@ def main(rank: int, world: int, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     results, said = {}, {}
     for name, case in json.loads((folder / "cases.json").read_text()).items():
-        tp = TensorParallel(exact_activation_scales=case.get("exact", True))
+        tp = TensorParallel(
+            exact_activation_scales=case.get("exact", True), expert_parallel=rank in case.get("expert_parallel", [])
+        )
         try:
-            found, model = logits(case["path"], tp, getattr(torch, case["dtype"]), case["kernel"],
+            found, model = logits(case["path"], tp, getattr(torch, case["dtype"]), case["kernel"], case.get("ids", IDS),
                                   merge=case.get("merge", False), device=device)  # fmt: skip
         except BitlineError as error:
             said[name] = str(error)
@@ -97,6 +115,7 @@ def main(rank: int, world: int, folder: Path, device: str) -> None:
         said[name] = {
             "bytes": held(model), "modules": sorted({type(m).__name__ for m in model.modules()}), "shapes": shapes(model),
             "exchanged": exchanged(model, tp), "unquantized": sum(p.nbytes for p in model.parameters()),
+            "experts": experts(model), "read": sorted(model.bitline_checkpoint.source.reads),
         }  # fmt: skip
         if case.get("tokens"):
             said[name]["tokens"] = greedy(model, case["tokens"])

@@ -7,7 +7,8 @@ import torch
 
 from bitline import InputError, quantize
 from bitline.model.cut_weights import cut_weight
-from bitline.parallel.cuts import Cut, boundaries, head_cut
+from bitline.model.expert_parallel import check_divisible, local_numbers
+from bitline.parallel.cuts import Cut, ExpertRange, boundaries, expert_range, head_cut
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 63, 64, 100, 128, 1536, 4097])
@@ -24,6 +25,32 @@ def test_boundaries(size, world, align):
         assert all(a % align == 0 for a in at[:-1])
         widths = [b - a for a, b in itertools.pairwise(at)]
         assert max(widths) - min(widths) < 2 * align
+
+
+@pytest.mark.parametrize("total", [1, 2, 6, 7, 128])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_whole_experts(total, world):
+    if total < world:
+        with pytest.raises(InputError, match=rf"more ranks than experts: found {world} ranks, expected at most {total}"):
+            expert_range(total, 0, world)
+        return
+    of_ranks = [expert_range(total, rank, world) for rank in range(world)]
+    assert [number for own in of_ranks for number in own.numbers()] == list(range(total))
+    assert max(map(len, of_ranks)) - min(map(len, of_ranks)) <= 1
+
+
+def test_numbers_of_other_ranks_experts_mean_no_expert():
+    index = torch.tensor([[0, 2], [3, 4], [5, 6]])
+    assert local_numbers(index, ExpertRange(2, 5, 6)).tolist() == [[3, 0], [1, 2], [3, 3]]
+
+
+def test_experts_that_are_called_in_another_way():
+    from transformers import Llama4TextConfig
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    config = Llama4TextConfig(hidden_size=8, intermediate_size=8, num_local_experts=2, num_attention_heads=2, head_dim=4)
+    with pytest.raises(InputError, match=r"cannot be divided.*experts.*Llama4TextExperts"):
+        check_divisible(Llama4TextExperts(config), "experts")
 
 
 @pytest.mark.parametrize(("heads", "kv"), [(8, 8), (9, 3), (32, 8), (8, 1), (6, 2), (12, 4), (4, 2)])

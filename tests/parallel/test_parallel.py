@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -24,7 +25,10 @@ pytestmark = pytest.mark.xdist_group("parallel")  # one process writes the model
 # Of each kind; `make test-all` runs all the others.
 FORMATS = ("ar_mxfp4_autoround", "ct_fp8_block", "ct_fp8_dynamic", "ct_w4a8_int", "gq_w3g32_asym_descact_v1", "hqq_4bit")
 OWN_SCALES = "qwen3 modelopt nvfp4 input scales of gate and up"  # three ranks cut the experts' groups of 16 channels
-MOE = ("qwen3 gptq act-order", "qwen3 int8", "qwen3 gguf mixed", "gpt-oss mxfp4", OWN_SCALES)
+GPT_OSS, ONE_EXPERT = "gpt-oss mxfp4", "qwen3 one expert"
+BY_EXPERT = ("qwen3 gptq act-order", "qwen3 int8", "qwen3 gguf mixed", GPT_OSS, OWN_SCALES, "qwen3 layer unquantized",
+             "qwen3 up unquantized")  # fmt: skip
+MOE = (*BY_EXPERT, ONE_EXPERT)
 ARCHS = ("Qwen3", "Phi3", "Olmo2")
 MORE = {"Glm4": (0, {"head_dim": 16})}
 # Relative to the largest logit. Codes of quantized activations may flip where a sum's order differs: see `sensitivity`.
@@ -145,6 +149,9 @@ def two_ranks(written, tmp_path_factory):
     for name in IN_BFLOAT16:
         cases[f"{name} bfloat16"] = case(paths[name], dtype="bfloat16", kernel="auto")
         cases[f"{name} merged"] = case(paths[name], dtype="bfloat16", kernel="auto", merge=True)
+    cases |= {f"{name} by expert": case(paths[name], expert_parallel=[0, 1]) for name in MOE}
+    cases["by expert bfloat16"] = case(paths["qwen3 int8"], dtype="bfloat16", kernel="auto", expert_parallel=[0, 1])
+    cases["by expert on rank 1"] = case(paths["qwen3 int8"], expert_parallel=[1])
     return ranks.run(tmp_path_factory.mktemp("run") / "two", 2, cases)
 
 
@@ -161,10 +168,12 @@ def test_every_kind_of_model(name, two_ranks, written, alone):
 @pytest.mark.parametrize("name", makers(False))
 def test_the_plan_without_ranks_is_what_they_do(name, two_ranks, written):
     """Shapes, bytes and collective operations, as `bitline explain --tp` shows them."""
-    path = written(False)[name]
-    plan = RankPlan(bitline.open_checkpoint(path), torch.float32, 2)
+    check_plan(RankPlan(bitline.open_checkpoint(written(False)[name]), torch.float32, 2), two_ranks, name)
+
+
+def check_plan(plan, found, name):
     planned = {layer.module: [[s.n, s.k] for s in layer.specs] for layer in plan.layers() if ".experts" not in layer.module}
-    for rank, (_, said) in enumerate(two_ranks):
+    for rank, (_, said) in enumerate(found):
         shapes = said[name]["shapes"]
         assert {module: of_rank[rank] for module, of_rank in planned.items() if module in shapes} == shapes
         assert plan.unquantized_bytes(rank) == said[name]["unquantized"]
@@ -179,6 +188,68 @@ def test_more_ranks_than_the_model_has_parts(name, most, written):
     for world in (most + 1, 1000):
         with pytest.raises(bitline.InputError, match=rf"cut over {world} ranks.*at most {most} ranks"):
             RankPlan(checkpoint, torch.float32, world)
+
+
+@pytest.mark.parametrize("name", BY_EXPERT)
+def test_whole_experts_on_each_rank(name, two_ranks, written, alone):
+    """With expert parallelism: logits, the plan without ranks, and that ranks share no expert."""
+    path, case_name = written(False)[name], f"{name} by expert"
+    check(two_ranks, case_name, path, alone)
+    plan = RankPlan(bitline.open_checkpoint(path), torch.float32, 2, expert_parallel=True)
+    check_plan(plan, two_ranks, case_name)
+    for rank, (_, said) in enumerate(two_ranks):
+        packed = sum(packed_bytes(layer.specs[rank]) for layer in plan.layers() if layer.on(rank))
+        # Kernels' sizes leave out global scales, and count an order of columns once for each of gate and up.
+        allowed = 0.01 if name in (OWN_SCALES, "qwen3 gptq act-order") else 0
+        assert packed + plan.unquantized_bytes(rank) == pytest.approx(said[case_name]["bytes"], rel=allowed)
+    model = alone(path)[2]
+    for module, own in plan.ranks[0].whole_experts.items():
+        held = [said[case_name]["experts"][module] for _, said in two_ranks]
+        assert [h["experts"] for h in held] == [own.total // 2] * 2
+        assert sum(h["bytes"] for h in held) == ranks.held(model.get_submodule(module))
+
+
+def packed_bytes(spec):
+    policy = bitline.Policy(kernel="ReferenceLinearKernel", strict=False)
+    choice = bitline.choose(spec, bitline.Platform.detect("cpu"), policy)
+    return choice.kernel.packed_bytes(choice.spec) + (spec.n * spec.act_dtype.itemsize if spec.bias else 0)
+
+
+@pytest.mark.parametrize("name", ["qwen3 int8", OWN_SCALES])
+def test_a_rank_reads_its_experts_alone(name, two_ranks):
+    for rank, (_, said) in enumerate(two_ranks):
+        numbers = [int(found[1]) for tensor in said[f"{name} by expert"]["read"] if (found := re.search(EXPERT, tensor))]
+        assert set(numbers) == set(range(3 * rank, 3 * rank + 3))
+
+
+EXPERT = r"experts\.(\d+)\."
+
+
+def test_scales_of_whole_experts_are_not_exchanged(written):
+    """Each sees the whole row of its input: the exchanges that are left are those of attention."""
+    checkpoint = bitline.open_checkpoint(written(False)["qwen3 int8"])
+    of_scales = lambda **how: {e.module for e in RankPlan(checkpoint, torch.float32, 2, **how).exchanges() if e.what == "scales"}
+    cut, whole = of_scales(), of_scales(expert_parallel=True)
+    assert whole == {module for module in cut if "experts" not in module} < cut
+
+
+def test_more_ranks_than_experts(two_ranks, written):
+    for _, said in two_ranks:
+        assert "more ranks than experts: found 2 ranks, expected at most 1" in said[f"{ONE_EXPERT} by expert"]
+    with pytest.raises(bitline.InputError, match=r"cut over 5 ranks: more ranks than experts.*at most 4 ranks"):
+        RankPlan(bitline.open_checkpoint(written(False)[GPT_OSS]), torch.float32, 5, expert_parallel=True)
+
+
+def test_ranks_that_differ_in_expert_parallelism_end_with_one_error(two_ranks):
+    for _, said in two_ranks:
+        assert "ranks of a tensor-parallel group differ in expert_parallel" in said["by expert on rank 1"]
+
+
+@pytest.mark.skipif(native.core() is None, reason="needs the native core")
+def test_the_chosen_kernels_run_whole_experts(two_ranks, written, alone):
+    want = alone(written(False)["qwen3 int8"], "bfloat16", "auto")[0]
+    outputs = [tensors["by expert bfloat16"] for tensors, _ in two_ranks]
+    assert torch.equal(outputs[0], outputs[1]) and float(distances(outputs[0], want).max()) <= 0.06
 
 
 @pytest.mark.parametrize("name", ["even", "one kv head"])
@@ -210,13 +281,39 @@ def test_scales_that_each_rank_computes_alone_change_the_result(two_ranks, writt
 def test_three_ranks_generate_with_both_caches(written, alone, tmp_path):
     paths = {name: written(False)[name] for name in PLAIN}
     cases = {name: case(path, tokens=12) for name, path in paths.items()} | {OWN_SCALES: case(written(False)[OWN_SCALES])}
+    cases |= {GPT_OSS: case(written(False)[GPT_OSS], expert_parallel=[0, 1, 2])}
+    cases |= {"one token": case(written(False)[GPT_OSS], expert_parallel=[0, 1, 2], ids=[[5]])}
     found = ranks.run(tmp_path / "run", 3, cases)
     check(found, OWN_SCALES, written(False)[OWN_SCALES], alone)
+    check_uneven_experts(found, written(False)[GPT_OSS], alone)
     for name, path in paths.items():
         check(found, name, path, alone)
         want = ranks.greedy(alone(path)[2], 12)
         for _, said in found:
             assert said[name]["tokens"] == said[name]["static"] == want
+
+
+def check_uneven_experts(found, path, alone):
+    """Four experts of which each token has two: a rank has two, and of one token some rank gets nothing."""
+    check(found, GPT_OSS, path, alone)
+    want = ranks.forward(alone(path)[2], [[5]])
+    outputs = [tensors["one token"] for tensors, _ in found]
+    assert all(torch.equal(y, outputs[0]) for y in outputs) and float(distances(outputs[0], want).max()) <= BOUND
+    for module in found[0][1][GPT_OSS]["experts"]:
+        of_ranks = [said["one token"]["experts"][module] for _, said in found]
+        assert [of_rank["experts"] for of_rank in of_ranks] == [1, 1, 2]
+        assert sum(of_rank["pairs"] for of_rank in of_ranks) == 2 and min(of_rank["pairs"] for of_rank in of_ranks) == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_forms_of_experts(world, written, alone, tmp_path):
+    """With expert parallelism."""
+    paths = {name: path for name, path in written(True).items() if name in FORMS and name != ONE_EXPERT}
+    cases = {name: case(path, expert_parallel=list(range(world))) for name, path in paths.items()}
+    found = ranks.run(tmp_path / "run", world, cases)
+    for name, path in paths.items():
+        check(found, name, path, alone)
 
 
 @pytest.mark.exhaustive

@@ -26,13 +26,13 @@ class Experts(NamedTuple):
         """The policy for one expert's layer."""
         return expert_policy(policy, *self)
 
-    def of_stack(self, seconds: Mapping[str, float], policy: Policy) -> dict[str, float]:
-        """Seconds of one expert's layer by its tokens as seconds of all active experts by M."""
+    def of_stack(self, seconds: Mapping[str, float], policy: Policy, held: int) -> dict[str, float]:
+        """Seconds of one expert's layer by its tokens as seconds of the active ones among `held` experts by M."""
         found = {}
         for m in policy.m:
             key = str(tokens_per_expert(*self, m))
             if key in seconds:
-                found[str(m)] = seconds[key] * active_experts(*self, m)
+                found[str(m)] = seconds[key] * active_experts(*self, m) * held / self.num_experts
         return found
 
 

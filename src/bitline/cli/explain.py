@@ -24,23 +24,26 @@ from bitline.types import LinearSpec, dtype_name
 Chooser = Callable[[LinearSpec, Policy], Choice]
 
 
-def explain_report(path: Path, platform: Platform | None, policy: Policy, dtype: str = "auto", tp: int = 1) -> dict[str, Any]:
+def explain_report(
+    path: Path, platform: Platform | None, policy: Policy, dtype: str = "auto", tp: int = 1, *, expert_parallel: bool = False
+) -> dict[str, Any]:  # fmt: skip
     """The report of the command as JSON-compatible values; docs/command-line.md describes the keys.
 
     One plan for each distinct spec; with tp > 1, for each sharding of it and each kernel and shape that its ranks get: as
     `load_model(tp=…)` cuts the layers, or, where the checkpoint is not of a model, by rows and by columns. Of experts a plan's
     layers are stacks, with the time of those that a batch is expected to touch. platform: None is this machine's CPU.
+    expert_parallel: each rank has whole experts.
     """
     where, dtype_asked = platform or Platform.detect(), dtype_of(dtype)
     checkpoint = open_checkpoint(local_path(str(path)))
     act_dtype = dtype_asked or default_dtype(checkpoint, where)
-    ranks, why = rank_plan(checkpoint, act_dtype, tp) if tp > 1 else (None, "")
+    ranks, why = rank_plan(checkpoint, act_dtype, tp, expert_parallel=expert_parallel) if tp > 1 else (None, "")
     sharded = by_dimension(checkpoint, act_dtype, tp) if ranks is None else by_plan(ranks)
     plans = _plan_all(sharded, policy, lambda spec, of_layer: choose(spec, where, of_layer))
     apart = ranks is None  # totals of every sharding, of which a layer has only one
     return {
         "path": str(checkpoint.path), "format": checkpoint.format, "platform": str(where), "activations": dtype_name(act_dtype),
-        "tp": tp, "m": list(policy.m), "layers": len(checkpoint.layers()),
+        "tp": tp, "expert_parallel": expert_parallel, "m": list(policy.m), "layers": len(checkpoint.layers()),
         "rates": {name: where.rates.bandwidth if name == "bandwidth" else where.rates.of(name)
                   for name in ("bandwidth", "bf16", "int8", "fp8")},
         "policy": {"kernel": policy.kernel, "backend": policy.backend, "strict": policy.strict,
@@ -59,26 +62,30 @@ def _plan_all(sharded: list[ShardedLayers], policy: Policy, chooser: Chooser) ->
 
 
 def _plans(layers: ShardedLayers, policy: Policy, chooser: Chooser) -> Iterator[dict[str, Any]]:
-    """One plan for each kernel that ranks get, and for each shape where these differ by more than one row or column."""
+    """One plan for each kernel that ranks get, for each shape where these differ by more than one row or column, and for each
+    number of whole experts.
+    """
     experts = layers.experts
     of_layer = policy if experts is None else experts.policy(policy)
     choice_of = {spec: _choose(spec, layers, of_layer, chooser) for spec in dict.fromkeys(layers.rank_specs)}
     by_kernel: dict[Any, tuple[Choice, list[int]]] = {}
+    held = layers.held or (len(layers.names),) * len(layers.rank_specs)
     for rank, spec in enumerate(layers.rank_specs):
+        if not held[rank]:
+            continue
         choice = choice_of[spec]
         shape = (spec.n, spec.k) if max(abs(s.n - spec.n) + abs(s.k - spec.k) for s in layers.rank_specs) > 1 else None
-        by_kernel.setdefault((choice.best.name, shape), (choice, []))[1].append(rank)
+        by_kernel.setdefault((choice.best.name, shape, held[rank]), (choice, []))[1].append(rank)
     for choice, ranks in by_kernel.values():
-        facts = _choice_facts(choice)
+        facts, (count, stack) = _choice_facts(choice), layers.stacks(held[ranks[0]])
         for fact in facts["candidates"] if experts else ():
-            fact |= {key: experts.of_stack(fact[key], policy) for key in ("cost_seconds", "estimated_seconds")}  # type: ignore[union-attr]
-        stack = experts.num_experts if experts else 1
+            fact |= {key: experts.of_stack(fact[key], policy, stack) for key in ("cost_seconds", "estimated_seconds")}  # type: ignore[union-attr]
         yield {
-            "layers": max(1, len(layers.names) // stack), "experts": experts.num_experts if experts else 0,
+            "layers": count, "experts": stack, "experts_of_layer": experts.num_experts if experts else 0,
             "top_k": experts.top_k if experts else 0, "names": layer_names(layers.names, short=True), "example": layers.names[0],
             "cut": layers.dim, "ranks": ranks, "whole_shape": [layers.spec.n, layers.spec.k],
             "weights": scheme_text(layers.spec), **facts, "cost_seconds": facts["candidates"][0]["cost_seconds"],
-            "packed_bytes": choice.kernel.packed_bytes(choice.spec) * stack,
+            "packed_bytes": choice.kernel.packed_bytes(choice.spec) * max(1, stack),
         }  # fmt: skip
 
 

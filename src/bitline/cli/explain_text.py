@@ -30,9 +30,11 @@ def show(report: dict[str, Any], everything: bool = False) -> None:
     PlanTable(report, schemes).print()
     if report["tensor_parallel"]:
         show_ranks(report["tensor_parallel"])
-    for count, top_k in dict.fromkeys((p["experts"], p["top_k"]) for p in report["plans"] if p["experts"]):
-        active = ", ".join(f"{active_experts(count, top_k, m):.3g} at M={m}" for m in report["m"])
-        out.print(f"of {count} experts a token has {top_k}: times are those of the {active} that are expected to run",
+    kinds = ((p["experts"], p["experts_of_layer"], p["top_k"]) for p in report["plans"] if p["experts"])
+    for held, count, top_k in dict.fromkeys(kinds):
+        active = ", ".join(f"{active_experts(count, top_k, m) * held / count:.3g} at M={m}" for m in report["m"])
+        where = f" on a rank with {held}" if held < count else ""
+        out.print(f"of {count} experts a token has {top_k}: times are those of the {active} that are expected to run{where}",
                   highlight=False)  # fmt: skip
     for scheme, plans in schemes.items():
         head = ": candidates by time per token, times relative to the chosen kernel's"

@@ -39,6 +39,9 @@ Strict = Annotated[bool, typer.Option("--strict", help="Fail if --kernel or --ba
 PolicyFlags = Annotated[
     str | None, typer.Option("--policy", metavar="FLAGS", help="Only kernels that are batch_invariant, deterministic, or both.")
 ]
+ExpertParallel = Annotated[
+    bool, typer.Option("--expert-parallel", help="Give each tensor-parallel rank whole experts instead of a part of each.")
+]
 Disable = Annotated[str | None, typer.Option("--disable", metavar="CLASSES", help="Never use these kernels: A,B.")]
 Model = Annotated[
     str, typer.Argument(help="A checkpoint folder, a .gguf file, a name on the Hugging Face hub, or the packaged model: smollm2.")
@@ -160,6 +163,7 @@ def run_model(
     ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="The same seed draws the same tokens.")] = 0,
     check: Annotated[bool, typer.Option(help="Compare one layer of each spec with the reference at the end.")] = True,
+    expert_parallel: ExpertParallel = False,
     as_json: Json = False,
 ) -> None:
     """Load a quantized model, print the kernel of every layer, stream the answer, and report speed, memory and accuracy.
@@ -174,7 +178,7 @@ def run_model(
 
     asked = policy_of(kernel, backend, strict, policy, disable, m=parse_batch_sizes(m))
     sampling = sampling_of(temperature, top_k, top_p, seed)
-    options = RunOptions(max_new_tokens, device, dtype, asked, chat, check, threads, sampling)
+    options = RunOptions(max_new_tokens, device, dtype, asked, chat, check, threads, sampling, expert_parallel)
     if interactive:
         from bitline.cli.chat import converse
 
@@ -220,6 +224,7 @@ def explain(
     tp: Annotated[
         int, typer.Option("--tp", min=1, metavar="N", help="Cut the layers over this many ranks (tensor parallelism).")
     ] = 1,
+    expert_parallel: ExpertParallel = False,
     kernel: KernelName = None,
     backend: Backend = None,
     strict: Strict = False,
@@ -233,8 +238,10 @@ def explain(
     from bitline.cli.explain_text import show
     from bitline.cli.options import platform_of, policy_of
 
+    if expert_parallel and tp == 1:
+        raise typer.BadParameter("give the number of ranks with --tp", param_hint="--expert-parallel")
     asked = policy_of(kernel, backend, strict, policy, disable, m=parse_batch_sizes(m))
-    report = explain_report(path, platform_of(platform), asked, dtype, tp)
+    report = explain_report(path, platform_of(platform), asked, dtype, tp, expert_parallel=expert_parallel)
     emit(report) if as_json else show(report, everything)
 
 

@@ -26,13 +26,16 @@ from bitline.model.plan import PlanRow, expert_stacks, plan, quant_linears
 from bitline.model.tokenizer import encode, load_tokenizer
 from bitline.model.transformers_logging import suppress_transformers_logging
 from bitline.model.verify import check_layers
+from bitline.parallel import TensorParallel
 from bitline.platform import Platform
 from bitline.select import Policy, short_name
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of the command. threads: of torch, 0 for its own choice. sampling: None for greedy decoding."""
+    """Options of the command. threads: of torch, 0 for its own choice. sampling: None for greedy decoding. expert_parallel: ranks
+    have whole experts.
+    """
 
     max_new_tokens: int
     device: str
@@ -42,6 +45,7 @@ class RunOptions:
     check: bool = True
     threads: int = 0
     sampling: Sampling | None = None
+    expert_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def load(model: str, options: RunOptions) -> Loaded:
         torch.set_num_threads(options.threads)
     path = local_path(model)
     started = time.perf_counter()
-    network = _load(path, target, dtype_asked, options.policy)
+    network = _load(path, target, dtype_asked, options)
     return Loaded(network, load_tokenizer(network.bitline_checkpoint), path, target, time.perf_counter() - started)
 
 
@@ -103,7 +107,8 @@ def print_text(text: str) -> None:
     out.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
-def _load(path: Path, device: torch.device, dtype: torch.dtype | None, policy: Policy) -> Any:
+def _load(path: Path, device: torch.device, dtype: torch.dtype | None, options: RunOptions) -> Any:
+    ranks = TensorParallel.resolve("auto", device, expert_parallel=options.expert_parallel)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
     with Progress(*columns, console=err, transient=True, disable=env.launched_rank() > 0) as bar:
         task = bar.add_task(f"load {path.name}", total=None)
@@ -111,8 +116,8 @@ def _load(path: Path, device: torch.device, dtype: torch.dtype | None, policy: P
             path,
             device=device,
             dtype=dtype,
-            policy=policy,
-            tp="auto",
+            policy=options.policy,
+            tp=ranks,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
 

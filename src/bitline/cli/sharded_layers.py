@@ -18,8 +18,9 @@ from bitline.types import LinearSpec
 
 
 class ShardedLayers(NamedTuple):
-    """Layers of one spec under one sharding. dim: "N", "K", or "" for whole layers. rank_specs: each rank's spec. experts: None
-    for plain layers. shares_scales: ranks quantize the input together.
+    """Layers of one spec under one sharding. dim: "N", "K", "E" for whole experts, or "" for whole layers. rank_specs: each
+    rank's spec. experts: None for plain layers. shares_scales: ranks quantize the input together. held: of whole experts, the
+    layers that each rank has.
     """
 
     spec: LinearSpec
@@ -28,6 +29,18 @@ class ShardedLayers(NamedTuple):
     rank_specs: list[LinearSpec]
     experts: Experts | None
     shares_scales: bool = False
+    held: tuple[int, ...] = ()
+
+    def stacks(self, held: int) -> tuple[int, int]:
+        """How many layers of experts there are, and experts of each on a rank that has `held` of the names; (layers, 0) of plain
+        layers.
+        """
+        if self.experts is None:
+            return len(self.names), 0
+        layers = max(1, len(self.names) // self.experts.num_experts)
+        if not self.held:
+            return layers, self.experts.num_experts
+        return (1, held) if any(count % layers for count in self.held) else (layers, held // layers)
 
 
 def names_by_spec(checkpoint: Checkpoint, dtype: torch.dtype, *, experts: bool) -> dict[LinearSpec, list[str]]:
@@ -49,16 +62,19 @@ def by_dimension(checkpoint: Checkpoint, dtype: torch.dtype, tp: int) -> list[Sh
     ]
 
 
-def rank_plan(checkpoint: Checkpoint, dtype: torch.dtype, tp: int) -> tuple[RankPlan | None, str]:
+def rank_plan(checkpoint: Checkpoint, dtype: torch.dtype, tp: int, *, expert_parallel: bool) -> tuple[RankPlan | None, str]:
     """The plan of `load_model(tp=…)`; or None, and why there is none: the checkpoint is not of a model that transformers has.
 
-    A number of ranks that the model cannot be cut over is an InputError.
+    A number of ranks that the model cannot be cut over is an InputError; so are whole experts where there is no model.
     """
     try:
-        return RankPlan(checkpoint, dtype, tp), ""
+        return RankPlan(checkpoint, dtype, tp, expert_parallel=expert_parallel), ""
     except InputError:
         raise
     except BitlineError as error:
+        if expert_parallel:
+            raise InputError("expert parallelism is planned for models alone", file=checkpoint.path, found=str(error.what),
+                             fix="leave out --expert-parallel") from error  # fmt: skip
         return None, str(error.what)
 
 
@@ -72,8 +88,11 @@ def by_plan(plan: RankPlan) -> list[ShardedLayers]:
     found = []
     for (_, spec, dim, rank_specs, shares), layers in sorted(groups.items(), key=lambda group: group[0][0]):
         names = [layer.record.name for layer in layers]
-        experts = experts_of(names, plan.checkpoint)
-        found.append(ShardedLayers(spec, names, {0: "N", 1: "K"}.get(dim, ""), list(rank_specs), experts, shares))
+        experts, owners = experts_of(names, plan.checkpoint), [layer.rank for layer in layers]
+        is_whole = owners[0] is not None
+        held = tuple(owners.count(rank) for rank in range(plan.world)) if is_whole else ()
+        cut = "E" if is_whole else {0: "N", 1: "K"}.get(dim, "")
+        found.append(ShardedLayers(spec, names, cut, list(rank_specs), experts, shares, held))
     return found
 
 
@@ -89,7 +108,7 @@ def rank_facts(plan: RankPlan | None, why: str, plans: Sequence[dict[str, Any]])
          "kv_heads_on_ranks": heads[rank]["kv_on_ranks"] if heads else 0}
         for rank in range(plan.world)
     ]  # fmt: skip
-    whole = [layer.record.name for layer in plan.layers() if layer.dim is None]
+    whole = [layer.record.name for layer in plan.layers() if layer.dim is None and layer.rank is None]
     by_what: dict[str, list[Any]] = defaultdict(list)
     for exchange in plan.exchanges():
         by_what[exchange.what].append(exchange)

@@ -64,18 +64,19 @@ class ExpertLoader:
         policy: For the kernels.
         top_k: Experts of a token.
         file: The file of a record, for errors.
-        parallel: Cuts each expert's intermediate channels over ranks; None for one rank.
+        parallel: Cuts each expert's intermediate channels over ranks, or gives each rank whole experts; None for one rank.
 
     Attributes:
         reads: Functions that read the canonical weight of a single expert's layer, or of a stack's first expert; of another one
-            with `expert=e`.
+            with `expert=e`, counted from this rank's first.
     """
 
     def __init__(
         self, shell: Any, found: ExpertRecords, dtype: torch.dtype, device: torch.device, policy: Any, top_k: int,
         file: Callable[[LayerRecord], Any], parallel: ParallelPlan | None = None,
     ) -> None:  # fmt: skip
-        self.parallel = parallel
+        self.own = None if parallel is None else parallel.whole_experts.get(found.module)
+        self.parallel = parallel if self.own is None else None  # whole experts are read and packed as on one rank
         self.shell, self.found, self.dtype, self.device, self.policy = shell, found, dtype, device, policy
         self.top_k, self.file = top_k, file
         self.reads: dict[nn.Module, Callable[..., QuantizedWeight]] = {}
@@ -101,25 +102,34 @@ class ExpertLoader:
     def _has_gate(self) -> bool:
         return bool(getattr(self.shell, "has_gate", True))
 
+    @property
+    def _experts(self) -> int:
+        """Experts of the module, on all ranks."""
+        return int(self.shell._parameters[DOWN_NAME].shape[0])
+
+    @property
+    def _numbers(self) -> range:
+        """Numbers of the experts of this rank."""
+        return range(self._experts) if self.own is None else self.own.numbers()
+
     def _projection(self, name: str, interleaved: bool) -> list[Part]:
         """The layers of one projection: one part, or gate and up apart."""
         matrices = self.found.parameters.get(name)
         bias = self.shell._parameters.get(f"{name}_bias")
         if matrices is None:
             return [self._unquantized(name, bias, interleaved)]
-        experts, parts = self._check(name, matrices), self.found.parts[name]
-        specs = {part: {matrices[e, part].spec for e in range(experts)} for part in range(parts)}
-        whole = self._whole(name, matrices, experts, parts, bias, interleaved)
+        self._check(name, matrices)
+        parts = self.found.parts[name]
+        specs = {part: {matrices[e, part].spec for e in self._numbers} for part in range(parts)}
+        whole = self._whole(name, matrices, parts, bias, interleaved)
         if whole is not None:
             return [whole]
-        return [self._stack_of_part(name, matrices, part, experts, bias, len(specs[part]) == 1) for part in range(parts)]
+        return [self._stack_of_part(name, matrices, part, bias, len(specs[part]) == 1) for part in range(parts)]
 
-    def _whole(
-        self, name: str, matrices: Matrices, experts: int, parts: int, bias: Tensor | None, interleaved: bool
-    ) -> Part | None:  # fmt: skip
+    def _whole(self, name: str, matrices: Matrices, parts: int, bias: Tensor | None, interleaved: bool) -> Part | None:
         """All parts as one layer for each expert; None where some expert's cannot be, or not in one scheme with the others'."""
-        one_spec = all(len({matrices[e, part].spec for e in range(experts)}) == 1 for part in range(parts))
-        keys = {merge_key(record.spec) for record in matrices.values()}
+        one_spec = all(len({matrices[e, part].spec for e in self._numbers}) == 1 for part in range(parts))
+        keys = {merge_key(matrices[e, part].spec) for e in self._numbers for part in range(parts)}
         if parts > 1 and (len(keys) > 1 or None in keys):
             return None
         first: list[QuantizedWeight] = []
@@ -133,31 +143,39 @@ class ExpertLoader:
             return whole
 
         try:
-            return self._stack(read, experts, one_spec, name, matrices[0, 0])
+            return self._stack(read, one_spec, name, matrices[self._numbers[0], 0])
         except _ApartError:
             return None
 
-    def _stack_of_part(self, name: str, matrices: Matrices, part: int, experts: int, bias: Tensor | None, one_spec: bool) -> Part:
+    def _stack_of_part(self, name: str, matrices: Matrices, part: int, bias: Tensor | None, one_spec: bool) -> Part:
         """Gate or up alone."""
 
         def read(expert: int) -> QuantizedWeight:
             return self._read(name, matrices[expert, part], expert, part, bias, False)
 
-        return self._stack(read, experts, one_spec, name, matrices[0, part])
+        return self._stack(read, one_spec, name, matrices[self._numbers[0], part])
 
-    def _stack(self, read: Callable[..., QuantizedWeight], experts: int, one_spec: bool, name: str, record: LayerRecord) -> Part:
+    def _stack(self, read: Callable[[int], QuantizedWeight], one_spec: bool, name: str, record: LayerRecord) -> Part:
+        """A layer for each expert of this rank. read: takes an expert's number."""
+        numbers = self._numbers
+
+        def read_own(expert: int) -> QuantizedWeight:
+            return read(numbers[expert])
+
         if self.parallel is not None and name == DOWN_NAME and record.spec.act_order:
             one_spec = False  # which groups a rank has columns of differs between experts
-        part = stack_experts(read, experts, one_spec, self.dtype, self.device, self.policy, self.top_k)
+        part = stack_experts(
+            read_own, len(numbers), one_spec, self.dtype, self.device, self.policy, self.top_k, self._experts
+        )  # fmt: skip
         layers = [part] if isinstance(part, ExpertStack) else part
-        self.reads |= {layer: functools.partial(read, expert=e) for e, layer in enumerate(layers)}
+        self.reads |= {layer: functools.partial(read_own, expert=e) for e, layer in enumerate(layers)}
         source = (f"{self.found.module}.{name}", record.format)
         for module in (part, *(part if isinstance(part, nn.ModuleList) else ())):
             module.source = source
         return part
 
-    def _check(self, name: str, matrices: Matrices) -> int:
-        """The number of experts; every expert is there once, with the parameter's shape."""
+    def _check(self, name: str, matrices: Matrices) -> None:
+        """Every expert is there once, with the parameter's shape."""
         parameter = self.shell._parameters[name]
         experts, parts = parameter.shape[0], self.found.parts[name]
         n, k = parameter.shape[:0:-1] if self.transposed else parameter.shape[1:]
@@ -176,7 +194,6 @@ class ExpertLoader:
                     f"the model's {name} has a different shape", record, found=[record.spec.n, record.spec.k],
                     expected=[n // parts, k], fix="the config does not belong to these tensors",
                 )  # fmt: skip
-        return int(experts)
 
     def _read(
         self, name: str, record: LayerRecord, expert: int, part: int, bias: Tensor | None, interleaved: bool
@@ -204,6 +221,9 @@ class ExpertLoader:
     def _unquantized(self, name: str, bias: Tensor | None, interleaved: bool) -> Part:
         """A projection that the checkpoint stores unquantized, as linear layers of transformers' parameter."""
         stacked = self.shell._parameters[name].detach()
+        if self.own is not None:  # copies, which do not keep the other ranks' experts in memory
+            stacked = stacked[self.own.start : self.own.stop].clone()
+            bias = None if bias is None else bias.detach()[self.own.start : self.own.stop].clone()
         layers = nn.ModuleList()
         for e in range(stacked.shape[0]):
             weight = stacked[e].t() if self.transposed else stacked[e]

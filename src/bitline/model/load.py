@@ -71,7 +71,7 @@ def load_model(
         verify: Compare every layer with the reference (`model/verify.py`); by default where `$BITLINE_VERIFY` is set.
         tp: Tensor parallelism, each rank calling this: None, "auto" (the ranks that torchrun started), a process group of
             torch.distributed, a DeviceMesh of one dimension, or a `parallel.TensorParallel`. Each rank packs its cut of each
-            layer; logits are the same bits on every rank.
+            layer, or whole experts where the TensorParallel says so; logits are the same bits on every rank.
 
     Raises:
         CheckpointError: For a file that is damaged, a parameter that it lacks, and a quantized layer that the model has no module
@@ -91,7 +91,7 @@ def load_model(
         counts = {spec: len(names) for spec, names in tuner.specs_of(checkpoint, dtype).items()}
         tuner.tune(counts, device, policy, tuner.DEFAULT_SECONDS if tune is True else tune, again=False)
     if ranks is not None:
-        ranks.check_same(_facts(checkpoint, dtype, policy, merge=merge), device)
+        ranks.check_same(_facts(checkpoint, dtype, policy, ranks, merge=merge), device)
         ranks.prepare(device)
     with _load_lock, nullcontext() if ranks is None else ranks.together(device):
         model = _load(checkpoint, device, dtype, policy, progress, merge=merge, tp=ranks)
@@ -123,7 +123,9 @@ def _load(
     return model
 
 
-def _facts(checkpoint: Checkpoint, dtype: torch.dtype, policy: Policy | str | None, *, merge: bool | None) -> dict[str, Any]:
+def _facts(
+    checkpoint: Checkpoint, dtype: torch.dtype, policy: Policy | str | None, ranks: TensorParallel, *, merge: bool | None
+) -> dict[str, Any]:  # fmt: skip
     """What ranks that load one model must agree on."""
     infos = sorted((i.name, str(i.dtype), i.shape, i.nbytes) for i in checkpoint.source.tensors.values())
     return {
@@ -131,6 +133,7 @@ def _facts(checkpoint: Checkpoint, dtype: torch.dtype, policy: Policy | str | No
         "the checkpoint's tensors": hashlib.sha256(repr(infos).encode()).hexdigest(),
         "the checkpoint's configuration": repr(sorted(checkpoint.config.items(), key=repr)),
         "the dtype": dtype, "the policy": Policy.of(policy), "merge": merge,
+        "expert_parallel": ranks.expert_parallel, "exact_activation_scales": ranks.exact_activation_scales,
     }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class LayerOnRanks:
         dim: 0 where rows are cut, 1 for columns, None where every rank has the whole layer.
         specs: Each rank's.
         shares_scales: Ranks quantize the layer's input together: a kernel that takes no quantized input then runs it weight-only.
+        rank: The only rank that has the layer, an expert's; None where all have it, or a cut of it.
     """
 
     record: LayerRecord
@@ -43,6 +44,11 @@ class LayerOnRanks:
     dim: int | None
     specs: tuple[LinearSpec, ...]
     shares_scales: bool
+    rank: int | None = None
+
+    def on(self, rank: int) -> bool:
+        """Whether a rank has the layer, or a cut of it."""
+        return self.rank is None or self.rank == rank
 
 
 class RankPlan:
@@ -52,13 +58,14 @@ class RankPlan:
         checkpoint: Of a model that transformers has.
         dtype: The model's.
         world: Ranks, at least 2.
+        expert_parallel: Whether each rank has whole experts.
 
     Raises:
         CheckpointError: Where transformers has no model of this configuration, or its modules are not the checkpoint's layers.
         InputError: For a number of ranks that the model cannot be cut over.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, world: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, world: int, *, expert_parallel: bool = False) -> None:
         self.checkpoint, self.dtype, self.world = checkpoint, dtype, world
         check_config_sizes(checkpoint)
         self.model = make_meta_model(make_config(checkpoint), dtype, checkpoint)
@@ -68,7 +75,8 @@ class RankPlan:
         self._place = {r.name: self.loader.names.expert_place(r.name, layer=True) for r in self.records}
         self._target = {r.name: self._target_of(r) for r in self.records if self._place[r.name] is None}
         specs = self.loader._specs_of_modules(self.records)
-        cut = lambda rank, world: ParallelPlan(self.model, cast(Any, OneRank(rank, world)), specs)
+        one = lambda rank, world: cast(Any, OneRank(rank, world, expert_parallel=expert_parallel))
+        cut = lambda rank, world: ParallelPlan(self.model, one(rank, world), specs)
         try:
             self.ranks = [cut(rank, world) for rank in range(world)]
         except InputError as error:
@@ -104,6 +112,12 @@ class RankPlan:
     def _expert(self, record: LayerRecord, place: ExpertPlace) -> LayerOnRanks:
         """A matrix of an expert."""
         down, spec = place.parameter == DOWN_NAME, record.spec
+        if f"{place.parameter}_bias" in self.model.get_submodule(place.module)._parameters:
+            spec = spec.replace(bias=True)  # the module's, of which an expert's layer gets its part
+        own = [plan.whole_experts.get(place.module) for plan in self.ranks]
+        if own[0] is not None:
+            owner = next(rank for rank, experts in enumerate(own) if experts and place.expert in experts.numbers())
+            return LayerOnRanks(record, place.module, None, (self._spec(spec, None, owner, False),) * self.world, False, owner)
         gate = recognize(self.model.get_submodule(place.module))
         interleaved = gate is not None and gate[1] and place.parts == 1 and not down
         of_rank = [plan.expert_cut(place.module, spec.n, down=down, interleaved=interleaved) for plan in self.ranks]
@@ -130,27 +144,34 @@ class RankPlan:
     def unquantized_bytes(self, rank: int) -> int:
         """Bytes of the parameters that no quantized layer has, on a rank; tied ones once."""
         plan = self.ranks[rank]
-        quantized = {target for target in self._target.values() if target} | {p.module for p in self._place.values() if p}
+        quantized = {target for target in self._target.values() if target}
+        of_experts = {(p.module, p.parameter) for p in self._place.values() if p}
+        modules = {module for module, _ in of_experts}
         tied = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         total = 0
         for name, parameter in self.model.named_parameters():
             owner, _, leaf = name.rpartition(".")
-            own = owner in quantized
+            own = owner in quantized or (owner, leaf.removesuffix("_bias")) in of_experts
             partner = tied.get(name, "").rpartition(".")[0]
             if own or partner in quantized:
                 continue
-            if owner in plan.experts:
-                total += self._dense_expert_bytes(plan, owner, leaf, parameter)
+            if owner in plan.experts or owner in plan.whole_experts:
+                total += self._dense_expert_bytes(plan, owner, leaf, parameter, among_quantized=owner in modules)
             elif leaf != "bias" or plan.keeps_bias(owner):
                 total += plan.tensor(name, parameter.detach()).nbytes
         return total
 
-    def _dense_expert_bytes(self, plan: ParallelPlan, module: str, leaf: str, parameter: nn.Parameter) -> int:
-        """Bytes of a parameter of unquantized experts, whose channels are padded to multiples of 8."""
+    def _dense_expert_bytes(
+        self, plan: ParallelPlan, module: str, leaf: str, parameter: nn.Parameter, *, among_quantized: bool
+    ) -> int:  # fmt: skip
+        """Bytes of a parameter of unquantized experts. Channels are padded to multiples of 8 in transformers' own module."""
+        if (own := plan.whole_experts.get(module)) is not None:
+            return parameter.nbytes // own.total * len(own)
         at, rank = plan.experts[module], plan.tp.rank
         if leaf == f"{DOWN_NAME}_bias":
-            return parameter.nbytes
-        return parameter.nbytes // at[-1] * (-(-(at[rank + 1] - at[rank]) // 8) * 8)
+            return 0 if among_quantized and rank else parameter.nbytes
+        channels = at[rank + 1] - at[rank]
+        return parameter.nbytes // at[-1] * (channels if among_quantized else -(-channels // 8) * 8)
 
     def tied_bytes(self, rank: int) -> int:
         """Bytes of quantized tables that are also the head, and that the model then has twice: the second time."""
@@ -186,7 +207,9 @@ class RankPlan:
                 found.append(of_concatenation("gather", name, plan.gathered[name], self.dtype))
             elif module is table:
                 found.append(of_sum("embedding", name, module.weight.shape[1], self.dtype, self.world))
-        return found + [exchange for name in plan.experts for exchange in self._expert_exchanges(name)]
+        found += [exchange for name in plan.experts for exchange in self._expert_exchanges(name)]
+        size = self.model.config.get_text_config().hidden_size
+        return found + [of_sum("sum", name, size, self.dtype, self.world) for name in plan.whole_experts]
 
     def _expert_exchanges(self, name: str) -> Iterator[Exchange]:
         """Those of an experts module: the sum, and activation scales of each expert that runs."""

@@ -27,6 +27,7 @@ class OneRank:
     rank: int
     world: int
     exact_activation_scales: bool = True
+    expert_parallel: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from bitline.errors import CheckpointError
 from bitline.formats.base import LayerRecord
 from bitline.model.cut_weights import cut_weight, in_order, read_cut
+from bitline.model.expert_parallel import check_divisible, divide_experts
 from bitline.parallel import GatherOutput, RowParallel, SplitInput, TensorParallel, VocabParallelEmbedding
-from bitline.parallel.cuts import Cut, HeadCut, boundaries, head_cut
+from bitline.parallel.cuts import Cut, ExpertRange, HeadCut, boundaries, expert_range, head_cut
 from bitline.parallel.layers import QuantizedGate, SharedScales
 from bitline.types import ActSpec, LinearSpec
 from bitline.weight import QuantizedWeight
@@ -39,6 +40,8 @@ class ParallelPlan:
     Attributes:
         cuts: The cut of each module that is not replicated.
         heads: The attention modules' heads.
+        whole_experts: This rank's experts of each experts module under expert parallelism. `experts` has the others, which are
+            cut by channels.
     """
 
     def __init__(self, model: Any, tp: TensorParallel, specs: dict[str, LinearSpec], *, experts_only: bool = False) -> None:
@@ -48,6 +51,7 @@ class ParallelPlan:
         self.gathered: dict[str, list[int]] = {}  # column-parallel modules whose whole output is needed: rows of each rank
         self.split: dict[str, tuple[int, int]] = {}  # row-parallel modules that get the whole input: this rank's columns
         self.experts: dict[str, list[int]] = {}  # boundaries of the experts' intermediate channels
+        self.whole_experts: dict[str, ExpertRange] = {}
         self.shared_scales: dict[str, SharedScales] = {}
         for name, module in model.named_modules():
             self._plan_experts(name, module)
@@ -116,9 +120,13 @@ class ParallelPlan:
         self._cut(f"{name}.{_DOWN}", 1, (part,), size, _differences(at))
 
     def _plan_experts(self, name: str, module: Any) -> None:
-        """All experts' intermediate channels."""
+        """All experts' intermediate channels; or whole experts."""
         down = module._parameters.get(_DOWN)
         if down is None or down.dim() != 3:
+            return
+        if self.tp.expert_parallel:
+            check_divisible(module, name)
+            self.whole_experts[name] = expert_range(down.shape[0], self.tp.rank, self.tp.world)
             return
         size = down.shape[1] if getattr(module, "is_transposed", False) else down.shape[2]
         self.experts[name] = self._channels(size, [n for n in self.specs if n.startswith(f"{name}.")])
@@ -275,6 +283,8 @@ class ParallelPlan:
         """Put the exchanges in place and give attention modules this rank's heads. read_weight: is renamed with its layers."""
         for name in self.experts:
             self._finish_experts(name)
+        for name, own in self.whole_experts.items():
+            divide_experts(self.model.get_submodule(name), own, self.tp)
         for name, cut in self.cuts.items():
             module = self.model.get_submodule(name)
             if isinstance(module, nn.Linear):

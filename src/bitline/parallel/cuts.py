@@ -45,6 +45,27 @@ class HeadCut:
     group: int
 
 
+@dataclass(frozen=True)
+class ExpertRange:
+    """A rank's experts under expert parallelism.
+
+    Attributes:
+        start, stop: [start, stop) of the experts' numbers.
+        total: Experts of the module on all ranks.
+    """
+
+    start: int
+    stop: int
+    total: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def numbers(self) -> range:
+        """The experts' numbers."""
+        return range(self.start, self.stop)
+
+
 def boundaries(size: int, world: int, align: int = 1) -> list[int]:
     """0..size in `world` parts: multiples of `align` where that leaves every rank one, else anywhere.
 
@@ -57,6 +78,19 @@ def boundaries(size: int, world: int, align: int = 1) -> list[int]:
     if units < world:
         align, units = 1, size
     return [units * rank // world * align for rank in range(world)] + [size]
+
+
+def expert_range(total: int, rank: int, world: int) -> ExpertRange:
+    """A rank's whole experts: consecutive ones, at most one more than another rank has.
+
+    Raises:
+        InputError: For more ranks than experts.
+    """
+    if total < world:
+        raise InputError("more ranks than experts", found=f"{world} ranks", expected=f"at most {total}, the experts of a layer",
+                         fix="without expert parallelism each expert's channels are cut")  # fmt: skip
+    at = boundaries(total, world)
+    return ExpertRange(at[rank], at[rank + 1], total)
 
 
 def head_cut(num_heads: int, num_kv_heads: int, rank: int, world: int) -> HeadCut:

@@ -31,6 +31,7 @@ class TensorParallel:
         exact_activation_scales: Whether ranks exchange the ranges of activations that a scheme quantizes with one scale per
             token, so that a cut layer quantizes as a whole one does. False saves an exchange and changes results by as much as
             the quantization itself does.
+        expert_parallel: Whether each rank has whole experts of a mixture of experts, instead of a part of each one's channels.
 
     Attributes:
         rank: This process's number in the group.
@@ -42,7 +43,9 @@ class TensorParallel:
     one_shot: OneShotSum | None = None
     shared: SharedGather | None = None
 
-    def __init__(self, group: Any = None, *, exact_activation_scales: bool = True) -> None:
+    def __init__(
+        self, group: Any = None, *, exact_activation_scales: bool = True, expert_parallel: bool = False
+    ) -> None:  # fmt: skip
         if not dist.is_available() or not dist.is_initialized():
             raise InputError("tensor parallelism needs a process group", found="torch.distributed is not initialized",
                              fix="torchrun --nproc-per-node N, or torch.distributed.init_process_group")  # fmt: skip
@@ -53,16 +56,17 @@ class TensorParallel:
             group = group.get_group()
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.exact_activation_scales = exact_activation_scales
+        self.exact_activation_scales, self.expert_parallel = exact_activation_scales, expert_parallel
 
     @classmethod
-    def resolve(cls, tp: Any, device: torch.device) -> TensorParallel | None:
+    def resolve(cls, tp: Any, device: torch.device, *, expert_parallel: bool = False) -> TensorParallel | None:
         """The group that an argument `tp` means; None for one rank.
 
         Args:
             tp: None, a TensorParallel, a process group, a DeviceMesh, or "auto": the ranks that torchrun started, of which this
                 call makes a process group where there is none (NCCL for a model on GPUs, each rank on its own; gloo elsewhere).
             device: Where the model is to run.
+            expert_parallel: Of a group that this call makes. A TensorParallel keeps its own.
         """
         if tp is None:
             return None
@@ -73,7 +77,7 @@ class TensorParallel:
                 return None
             _initialize(device)
             tp = None
-        group = tp if isinstance(tp, TensorParallel) else cls(tp)
+        group = tp if isinstance(tp, TensorParallel) else cls(tp, expert_parallel=expert_parallel)
         return group if group.world > 1 else None
 
     def prepare(self, device: torch.device) -> None:
