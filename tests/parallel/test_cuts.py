@@ -1,6 +1,7 @@
 """Where weights are cut: every row, column and head belongs to some rank, at whole groups where there are enough."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from bitline import InputError, quantize
 from bitline.model.cut_weights import cut_weight
 from bitline.model.expert_parallel import check_divisible, local_numbers
+from bitline.model.tensor_parallel import ParallelPlan
 from bitline.parallel.cuts import Cut, ExpertRange, boundaries, expert_range, head_cut
 
 
@@ -83,3 +85,10 @@ def test_ranges_of_a_fused_projection(scheme):
 def test_groups_that_a_boundary_splits():
     assert Cut(1, (), 256, (100, 156)).splits_groups(32) and not Cut(1, (), 256, (96, 160)).splits_groups(32)
     assert not Cut(1, (), 100, (64, 36)).splits_groups(32)
+
+
+def test_experts_with_a_norm_after_each_are_not_cut_by_channels():
+    module = SimpleNamespace(_parameters={"down_proj": torch.empty(4, 8, 16)}, has_post_expert_norm=True)
+    plan = SimpleNamespace(tp=SimpleNamespace(expert_parallel=False))
+    with pytest.raises(InputError, match=r"norm after each.*expert_parallel=True"):
+        ParallelPlan._plan_experts(plan, "mlp.experts", module)

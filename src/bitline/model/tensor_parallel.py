@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitline.errors import CheckpointError
+from bitline.errors import CheckpointError, InputError
 from bitline.formats.base import LayerRecord
 from bitline.model.cut_weights import cut_weight, in_order, read_cut
 from bitline.model.expert_parallel import check_divisible, divide_experts
@@ -128,6 +128,9 @@ class ParallelPlan:
             check_divisible(module, name)
             self.whole_experts[name] = expert_range(down.shape[0], self.tp.rank, self.tp.world)
             return
+        if getattr(module, "has_post_expert_norm", False):  # it is not linear: a norm of a part is no part of the norm
+            raise InputError("experts with a norm after each cannot be cut by channels", tensor=name, found=type(module).__name__,
+                             fix="expert_parallel=True gives each rank whole experts")  # fmt: skip
         size = down.shape[1] if getattr(module, "is_transposed", False) else down.shape[2]
         self.experts[name] = self._channels(size, [n for n in self.specs if n.startswith(f"{name}.")])
 
