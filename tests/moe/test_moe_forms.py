@@ -57,6 +57,11 @@ def experts_of(model):
     return [m for m in model.modules() if isinstance(m, QuantExperts)]
 
 
+def check_close(ours, theirs):
+    """Logits of float32 models whose products may be summed in another order."""
+    assert float((ours - theirs).abs().max()) <= 2e-6 * float(theirs.abs().max())
+
+
 @pytest.mark.parametrize("form", EVERY)
 def test_same_logits_and_routing_as_transformers(form, tmp_path):
     folder, oracle = FORMS[form](tmp_path)
@@ -65,7 +70,7 @@ def test_same_logits_and_routing_as_transformers(form, tmp_path):
         (ours, mine), (theirs, wanted) = run(model, ids), run(oracle, ids)
         assert len(mine) == len(wanted) > 0 and all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
         assert float(theirs.std()) > 0.1
-        assert float((ours - theirs).abs().max()) <= 2e-6 * float(theirs.abs().max())
+        check_close(ours, theirs)
     layers = sum(1 for m in oracle.modules() if "gate_up_proj" in m._parameters)
     assert len(experts_of(model)) == layers - (form in UNQUANTIZED)
     assert not any(p.is_meta for p in model.parameters())
@@ -81,8 +86,7 @@ def test_same_logits_as_transformers_own_gguf_loader(form, tmp_path):
     theirs = transformers_gguf_model(path, torch.float32)
     theirs.config._experts_implementation = "eager"
     model = bitline.load_model(path, dtype=torch.float32, policy=REFERENCE)
-    ours, wanted = run(model)[0], run(theirs)[0]
-    assert float((ours - wanted).abs().max()) <= 2e-6 * float(wanted.abs().max())
+    check_close(run(model)[0], run(theirs)[0])
 
 
 def test_no_tokens(tmp_path):
@@ -104,7 +108,7 @@ def test_shards_that_cut_a_layers_experts(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
     model = bitline.load_model(folder, dtype=torch.float32, policy=REFERENCE)
-    assert torch.equal(run(model)[0], run(oracle)[0])
+    check_close(run(model)[0], run(oracle)[0])
 
 
 @pytest.mark.parametrize("form", thinned(["deepseek fp8 blocks", "deepseek router quantized"], 2))
@@ -116,7 +120,7 @@ def test_layers_for_prediction_are_left_out(form, tmp_path):
     assert any("experts" in n for n in more)
     save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
     model = bitline.load_model(folder, dtype=torch.float32, policy=REFERENCE)
-    assert torch.equal(run(model)[0], run(oracle)[0])
+    check_close(run(model)[0], run(oracle)[0])
 
 
 def test_a_deep_copy_and_a_second_load_are_equal(tmp_path):
