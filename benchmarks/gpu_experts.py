@@ -17,23 +17,29 @@ import torch
 from _machine import machine
 from gpu_linear import RATE, READ, eager_us, ours, replay_us, spec_of
 
+from bitline import Platform, choose
 from bitline.expert_gate import ExpertGate
 from bitline.experts import ExpertStack, QuantExperts, _stack_like
 from bitline.select import Policy
 from bitline.testing.generators import random_weight
+from bitline.types import LinearSpec
 
 SHAPES = ("128x768x2048x8", "8x14336x4096x2", "256x2048x7168x8", "32x2880x2880x4")
 SCHEMES = {"W4A16": "W4A16 g128", "MXFP4A16": "MXFP4A16", "FP8A16": "FP8A16"}
 GATE = ExpertGate("silu")
 
 
+def layer_spec(scheme: str, n: int, k: int) -> LinearSpec:
+    """Of one projection; groups of 64 where K is no multiple of 128."""
+    spec = spec_of(SCHEMES[scheme], n, k)
+    return spec.replace(block=(1, 64)) if spec.block[1] == 128 and k % 128 else spec
+
+
 def experts_of(scheme: str, count: int, intermediate: int, hidden: int) -> QuantExperts:
     """Experts whose packed weights are copies of one random one per projection."""
     stacks = []
     for n, k in ((2 * intermediate, hidden), (hidden, intermediate)):
-        spec = spec_of(SCHEMES[scheme], n, k)
-        if spec.block[1] == 128 and k % 128:
-            spec = spec.replace(block=(1, 64))
+        spec = layer_spec(scheme, n, k)
         weight = random_weight(spec, 1, "cuda")
         stack = ExpertStack(spec, count, torch.device("cuda"), Policy(backend="triton"))
         packed = stack.choice.kernel.pack(weight)
@@ -76,11 +82,7 @@ def plain_us(name: str, shape: tuple[int, ...], m: int) -> float:
     """Both projections as plain layers on tokens x top_k rows."""
     total = 0.0
     for n, k in ((2 * shape[1], shape[2]), (shape[2], shape[1])):
-        spec = spec_of(SCHEMES[name], n, k)
-        if spec.block[1] == 128 and k % 128:
-            spec = spec.replace(block=(1, 64))
-        from bitline import Platform, choose
-
+        spec = layer_spec(name, n, k)
         best = choose(spec, Platform.detect("cuda"), Policy(m=(m * shape[3],))).best
         _, _, make = ours(best.name, random_weight(spec, 1, "cuda"))
         total += replay_us(make(torch.randn(m * shape[3], k, dtype=torch.bfloat16, device="cuda")), 5, 3)

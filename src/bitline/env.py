@@ -39,6 +39,11 @@ def _is_set(name: str) -> bool:
     return _read(name) not in ("", "0")
 
 
+def _number(name: str, default: int) -> int:
+    text = _read(name)
+    return int(text) if text.isdigit() else default
+
+
 def cache_dir() -> Path:
     """`$BITLINE_CACHE`, else `$XDG_CACHE_HOME/bitline`, else `~/.cache/bitline`."""
     cache = _read("BITLINE_CACHE")
@@ -118,23 +123,19 @@ def environment() -> dict[str, str]:
 
 def launched_ranks() -> int:
     """Processes that torchrun started: `$WORLD_SIZE`, 1 where it is not set or no number."""
-    text = _read("WORLD_SIZE")
-    return max(1, int(text)) if text.isdigit() else 1
+    return max(1, _number("WORLD_SIZE", 1))
 
 
 def launched_rank() -> int:
     """This process's number among them: `$RANK`."""
-    text = _read("RANK")
-    return int(text) if text.isdigit() else 0
+    return _number("RANK", 0)
 
 
 def local_ranks() -> int:
     """Processes that torchrun started on this machine: `$LOCAL_WORLD_SIZE`, 1 where it is not set or no number."""
-    text = _read("LOCAL_WORLD_SIZE")
-    return max(1, int(text)) if text.isdigit() else 1
+    return max(1, _number("LOCAL_WORLD_SIZE", 1))
 
 
 def local_rank() -> int:
     """This process's number on its machine: `$LOCAL_RANK`."""
-    text = _read("LOCAL_RANK")
-    return int(text) if text.isdigit() else 0
+    return _number("LOCAL_RANK", 0)

@@ -122,7 +122,6 @@ def tile_for(pairs_per_expert: float) -> int:
     return next((tile for tile, most in ((8, 6), (16, 28), (32, 48), (64, 200)) if pairs_per_expert <= most), 128)
 
 
-@functools.lru_cache(maxsize=4096)
 def load_of(pairs: int, num_experts: int, rows: tuple[int, int], expert_bytes: int) -> Load:
     """rows: N of both projections. expert_bytes: of one expert's weights; unsorted pairs of one expert read it again each."""
     active = active_experts(num_experts, 1, pairs)
@@ -181,11 +180,8 @@ class ExpertsPlan:
         self, specs: tuple[LinearSpec, LinearSpec], gate: ExpertGate, num_experts: int, k_blocks: tuple[int, int],
         has_bias: tuple[bool, bool], load: Load, device: torch.device,
     ) -> None:  # fmt: skip
-        self.specs, self.num_experts, self.is_sorted = (
-            specs,
-            num_experts,
-            load.is_sorted,
-        )  # specs kept alive: plans are keyed by id
+        self.specs = specs  # kept alive: plans are keyed by their id
+        self.num_experts, self.is_sorted = num_experts, load.is_sorted
         traits = device_traits(device)
         has_bf16x2 = device.type == "cuda" and not torch.version.hip
         configs = gemm_configs(specs, k_blocks, load, traits)
