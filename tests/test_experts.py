@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from bitline import InputError, Policy, types
+from bitline import InputError, Platform, Policy, choose, types
 from bitline.expert_counts import active_experts, tokens_per_expert
 from bitline.expert_gate import ACTIVATIONS, ExpertGate, recognize
 from bitline.experts import (
@@ -15,12 +15,12 @@ from bitline.experts import (
     QuantExperts,
     _resolve,
     expert_policy,
-    may_fuse,
     stack_experts,
 )
 from bitline.kernels.reference import ReferenceLinearKernel
+from bitline.select import fuses_experts
 from bitline.testing.generators import random_weight
-from bitline.types import LinearSpec
+from bitline.types import ActSpec, LinearSpec
 
 E, HALF, K = 5, 48, 64
 REFERENCE = Policy(kernel="ReferenceLinearKernel")
@@ -125,8 +125,34 @@ def test_an_unproven_kernel_of_all_experts_runs_on_cpus_only(monkeypatch):
         assert torch.equal(module(x, index, weights), x + 1)
     finally:
         _resolve.cache_clear()
-    assert not may_fuse(Unproven, torch.device("cuda"))
-    assert may_fuse(ReferenceLinearKernel, torch.device("cuda"))
+    layer = spec(HALF, K)
+    assert fuses_experts(Unproven, layer, Platform.parse("cpu"))
+    assert not fuses_experts(Unproven, layer, Platform.parse("cuda:sm90"))
+    assert not fuses_experts(ReferenceLinearKernel, layer, Platform.parse("cpu"))  # it has no such call
+
+
+def test_kernels_that_run_all_experts_in_one_call_come_first():
+    w4 = LinearSpec(1536, 2048, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
+    w4 = w4, w4.replace(n=2048, k=768)
+    fp8 = tuple(
+        s.replace(weight=types.float8_e4m3fn, block=(128, 128), act=ActSpec(types.float8_e4m3fn, True, "group", 128)) for s in w4
+    )
+    static = tuple(s.replace(act=ActSpec(types.float8_e4m3fn, False, "tensor")) for s in fp8)
+    for platform, layers, plain, of_experts in (
+        ("cuda:sm90", w4, "GluonHopperLinearKernel", "TritonW4A16LinearKernel"),
+        ("cuda:sm89", fp8, None, "TritonFakeQuantLinearKernel"),
+        ("cuda:sm89", static, None, None),  # scales that each expert has of its own
+        ("cpu:avx512", w4, "CPUWNA16LinearKernel", "CPUWNA16LinearKernel"),
+    ):
+        alone = choose(layers[0], platform, expert_policy(Policy(), 128, 8))
+        chosen = choose(layers[0], platform, expert_policy(Policy(), 128, 8, layers))
+        assert plain in (None, alone.best.name)
+        assert chosen.best.name == (of_experts or alone.best.name) and chosen.best.fuses_experts == (of_experts is not None)
+        if alone.best.name != chosen.best.name:
+            other = next(c for c in chosen.candidates if c.name == alone.best.name)
+            assert chosen.ranks_behind(other) == "runs the experts one by one" in chosen.explain()
+    asked = choose(w4[0], "cuda:sm90", expert_policy(Policy(kernel="GluonHopper"), 128, 8, w4))
+    assert asked.best.name == "GluonHopperLinearKernel"
 
 
 def test_a_copy_has_its_own_weights():

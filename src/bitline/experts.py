@@ -19,7 +19,7 @@ from bitline.linear import OP as LINEAR_OP
 from bitline.linear import QuantLinear, needs_dispatcher, packed_for, spec_of_key
 from bitline.packed_module import PackedModule
 from bitline.platform import Platform, as_device
-from bitline.select import Choice, Policy, choose, warn_about
+from bitline.select import Choice, Policy, choose, fuses_experts, warn_about
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
@@ -32,9 +32,13 @@ _LIBRARY.define(
 )
 
 
-def expert_policy(policy: Policy, num_experts: int, top_k: int) -> Policy:
-    """A policy for one expert's layer: its M are the tokens that an active expert gets of a batch."""
-    return replace(policy, m=tuple(dict.fromkeys(tokens_per_expert(num_experts, top_k, m) for m in policy.m)))
+def expert_policy(policy: Policy, num_experts: int, top_k: int, layers: Sequence[LinearSpec] = ()) -> Policy:
+    """A policy for one expert's layer: its M are the tokens that an active expert gets of a batch.
+
+    layers: those of one expert; kernels that run the experts of all of them in one call rank first.
+    """
+    m = tuple(dict.fromkeys(tokens_per_expert(num_experts, top_k, m) for m in policy.m))
+    return replace(policy, m=m, experts=tuple(dict.fromkeys(layers)))
 
 
 class ExpertStack(PackedModule):
@@ -159,20 +163,17 @@ Pair = tuple[type[Kernel], type[Kernel]]
 
 @functools.cache
 def _resolve(
-    up_kernel: str, up_spec: str, down_kernel: str, down_spec: str, gate: str
+    up_kernel: str, up_spec: str, down_kernel: str, down_spec: str, gate: str, device: torch.device
 ) -> tuple[Pair, tuple[LinearSpec, LinearSpec], ExpertGate, bool]:
-    """Kernels, specs and gate of an operator call, and whether one kernel runs all of it."""
+    """Kernels, specs and gate of an operator call, and whether one kernel runs all of it on a device."""
     kernels = (kernel_by_name(up_kernel), kernel_by_name(down_kernel))
     specs, parsed = (spec_of_key(up_spec), spec_of_key(down_spec)), ExpertGate.parse(gate)
-    return kernels, specs, parsed, kernels[0] is kernels[1] and kernels[0].can_experts(*specs, parsed)
+    fused = kernels[0] is kernels[1] and kernels[0].can_experts(*specs, parsed)
+    platform = Platform.detect(device)
+    return kernels, specs, parsed, fused and all(fuses_experts(kernels[0], spec, platform) for spec in specs)
 
 
 on_change.append(_resolve.cache_clear)
-
-
-def may_fuse(kernel: type[Kernel], device: torch.device) -> bool:
-    """Whether a kernel's `apply_experts` is used on a device."""
-    return not kernel.experts_unproven or device.type == "cpu"
 
 
 def _experts_impl(
@@ -180,10 +181,10 @@ def _experts_impl(
     down_bias: Tensor | None, up_kernel: str, up_spec: str, down_kernel: str, down_spec: str, gate: str,
 ) -> Tensor:  # fmt: skip
     """The operator: x [T, K], index [T, k], weights [T, k] -> [T, N]."""
-    kernels, specs, parsed, fused = _resolve(up_kernel, up_spec, down_kernel, down_spec, gate)
+    kernels, specs, parsed, fused = _resolve(up_kernel, up_spec, down_kernel, down_spec, gate, x.device)
     if index.numel() == 0:
         return x.new_zeros(x.shape[0], specs[1].n)
-    if fused and may_fuse(kernels[0], x.device):
+    if fused:
         return kernels[0].apply_experts(x.contiguous(), index, weights, up, up_bias, down, down_bias, *specs, parsed)
 
     def layer(part: int, expert: int) -> Callable[[Tensor], Tensor]:
@@ -353,6 +354,7 @@ def stackable(spec: LinearSpec) -> bool:
 def stack_experts(
     weights: Callable[[int], QuantizedWeight], num_experts: int, one_spec: bool, act_dtype: torch.dtype,
     device: torch.device | str, policy: Policy | str | None, top_k: int, routed: int | None = None,
+    layers: Sequence[LinearSpec] = (),
 ) -> Part:  # fmt: skip
     """One projection of all experts: an ExpertStack where they have one spec, else a QuantLinear each.
 
@@ -365,15 +367,18 @@ def stack_experts(
         policy: Any form that `Policy.of` accepts.
         top_k: Experts of a token.
         routed: Experts of which a token gets top_k; more than E where other ranks have some. E by default.
+        layers: The other layers of an expert, where one call may run all of them: kernels that do are preferred for a stack.
     """
-    target, policy = as_device(device), expert_policy(Policy.of(policy), routed or num_experts, top_k)
+    target, base = as_device(device), Policy.of(policy)
     first = weights(0).with_act_dtype(act_dtype)
-    stack = ExpertStack(first.spec, num_experts, target, policy) if one_spec and stackable(first.spec) else None
-    layers = nn.ModuleList()
+    is_stack = one_spec and stackable(first.spec)
+    policy = expert_policy(base, routed or num_experts, top_k, layers if is_stack else ())
+    stack = ExpertStack(first.spec, num_experts, target, policy) if is_stack else None
+    each = nn.ModuleList()
     for e in range(num_experts):
         weight = first if e == 0 else weights(e).with_act_dtype(act_dtype)
         if stack is None:
-            layers.append(QuantLinear(weight, device=target, policy=policy))
+            each.append(QuantLinear(weight, device=target, policy=policy))
         else:
             stack.put(e, weight)
-    return layers if stack is None else stack
+    return each if stack is None else stack

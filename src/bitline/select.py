@@ -14,7 +14,7 @@ import torch
 from bitline import env, tuning
 from bitline.errors import InputError, NoKernelError
 from bitline.kernels import registry
-from bitline.kernels.base import Kernel
+from bitline.kernels.base import Kernel, experts_proven
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, dtype_name, no
 
@@ -38,6 +38,8 @@ class Policy:
         deterministic: Use deterministic kernels only.
         batch_invariant: Use batch-invariant kernels only, whose result for a token does not depend on M. Takes precedence over a
             backend that has none; the choice's note says so.
+        experts: The layers of one expert, where the layer is one of them: kernels that run the experts of all of these in one
+            call (`Kernel.fuses_experts`) rank before those that do not, the largest priority first.
         tuned: Use the costs that `bitline tune` measured on this machine, where the platform is this machine.
 
     Raises:
@@ -52,6 +54,7 @@ class Policy:
     deterministic: bool = False
     batch_invariant: bool = False
     tuned: bool = True
+    experts: tuple[LinearSpec, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = (self.m,) if isinstance(self.m, int) else self.m
@@ -106,6 +109,7 @@ class Candidate:
         backend: The kernel's backend (provider).
         measured_here: Whether the costs were measured on this machine (`bitline tune`), not estimated.
         failed_here: How it failed when it was tuned on this machine: such kernels rank last. "" where it did not.
+        fuses_experts: Whether it runs the policy's `experts` in one call; False where there are none.
     """
 
     name: str
@@ -119,6 +123,7 @@ class Candidate:
     backend: str
     measured_here: bool = False
     failed_here: str = ""
+    fuses_experts: bool = False
 
     @property
     def nondeterministic(self) -> bool:
@@ -215,8 +220,12 @@ class Choice:
             return f"failed when it was tuned here, {other.failed_here}"
         if len(self.best.costs) != len(other.costs):
             return "not asked for"
+        if self.best.fuses_experts and not other.fuses_experts:
+            return "runs the experts one by one"
         if other.score >= self.best.score:
             return ""
+        if other.fuses_experts and other.priority < self.best.priority:
+            return "lower priority among kernels that run all experts in one call"
         if other.nondeterministic:
             return "not deterministic, its reduction order varies between calls"
         if other.kernel.emulates:
@@ -364,7 +373,8 @@ def _ranked(candidates: list[Candidate], platform: Platform) -> list[Candidate]:
         return c.kernel.emulates and platform.vendor != "cpu" and c.cost_basis(platform) == "modelled"
 
     def key(c: Candidate) -> tuple[Any, ...]:
-        last = (bool(c.failed_here), has_native and c.nondeterministic, emulation_ranks_last(c))
+        one_call = (not c.fuses_experts, -c.priority if c.fuses_experts else 0)  # of experts; estimates are of plain layers
+        last = (bool(c.failed_here), *one_call, has_native and c.nondeterministic, emulation_ranks_last(c))
         return (not c.verdict, not c.supported, *last, c.score, -c.priority, c.name)
 
     return sorted(candidates, key=key)
@@ -445,10 +455,16 @@ def _evaluate(entry: registry.Entry, spec: LinearSpec, platform: Platform, polic
     if verdict and not (allowed := _allowed(entry, policy)):
         verdict = allowed
     failed = times.failed.get(entry.name, "") if supported else ""
+    fuses = bool(verdict and policy.experts) and all(fuses_experts(kernel, s, platform) for s in (spec, *policy.experts))
     return Candidate(
         entry.name, kernel, verdict, supported, measured or estimates, estimates, policy.m, entry.priority, kernel.backend,
-        bool(measured), failed,
+        bool(measured), failed, fuses,
     )  # fmt: skip
+
+
+def fuses_experts(kernel: type[Kernel], spec: LinearSpec, platform: Platform) -> bool:
+    """Whether experts one of whose layers has this spec run in one call of a kernel that the platform supports."""
+    return experts_proven(kernel, platform) and bool(_implements(kernel, spec, platform)) and kernel.fuses_experts(spec, platform)
 
 
 def _allowed(entry: registry.Entry, policy: Policy) -> Verdict:

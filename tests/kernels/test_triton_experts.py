@@ -13,7 +13,7 @@ from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.kernels.triton.w4a16 import TritonW4A16LinearKernel
 from bitline.testing import poison
 from bitline.testing.generators import inputs, lossless_inputs
-from bitline.types import LinearSpec
+from bitline.types import ActSpec, LinearSpec
 from experts_oracle import SILU, SWIGLU, Experts, routing, specs_of
 from thinning import thinned
 
@@ -59,7 +59,18 @@ FLOATS = [
 ]
 
 
+TOKENS, GROUPS = ActSpec(types.int8), ActSpec(types.float8_e4m3fn, True, "group", 128)
+QUANTIZED = [  # activations are fake-quantized
+    (W4.replace(act=TOKENS, bias=True), SILU, 72),
+    (W4.replace(k=130, weight=types.float8_e4m3fn, block=(128, 128), scale_dtype=F32, act=GROUPS), SILU, 200),
+    (MX4.replace(act=ActSpec(types.float4_e2m1, True, "group", 32, scale="e8m0")), SWIGLU, 72),
+    (MX4.replace(act=ActSpec(types.int8, True, "token", 0, False), act_dtype=F16), ExpertGate("relu2", False), 72),
+]
+
+
 def _name(base):
+    if base.act is not None:
+        return "TritonFakeQuantLinearKernel"
     return "TritonMinifloatLinearKernel" if base.weight.kind == "float" else "TritonW4A16LinearKernel"
 
 
@@ -78,7 +89,7 @@ def test_under_the_interpreter(tier):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("case", thinned(LAYERS + FLOATS, 8), ids=lambda c: f"{c[0].weight}-{c[1].activation}")
+@pytest.mark.parametrize("case", thinned(LAYERS + FLOATS + QUANTIZED, 8), ids=lambda c: f"{c[0].scheme}-{c[1].activation}")
 @pytest.mark.parametrize("tokens", [2, 40])  # a block for each pair, and pairs sorted by expert
 def test_random_layers(case, tokens):
     down, gate, k = case

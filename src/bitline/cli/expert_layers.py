@@ -6,21 +6,25 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from bitline.checkpoint import Checkpoint
 from bitline.expert_counts import active_experts, tokens_per_expert
 from bitline.experts import expert_policy
 from bitline.model.expert_names import TOP_K_KEYS
 from bitline.select import Policy
+from bitline.types import LinearSpec
 
 # experts.3.up_proj, experts.gate_up_proj.3, blk.0.ffn_up_exps.3
 _EXPERT = re.compile(r"(?:^|\.)experts\.(?:\w+\.)?(\d+)(?:\.|$)|_exps\.(\d+)$")
 
 
 class Experts(NamedTuple):
-    """num_experts: of one stack. top_k: of a token."""
+    """num_experts: of one stack. top_k: of a token. layers: of one expert."""
 
     num_experts: int
     top_k: int
+    layers: tuple[LinearSpec, ...] = ()
 
     def policy(self, policy: Policy) -> Policy:
         """The policy for one expert's layer."""
@@ -30,22 +34,35 @@ class Experts(NamedTuple):
         """Seconds of one expert's layer by its tokens as seconds of the active ones among `held` experts by M."""
         found = {}
         for m in policy.m:
-            key = str(tokens_per_expert(*self, m))
+            key = str(tokens_per_expert(self.num_experts, self.top_k, m))
             if key in seconds:
-                found[str(m)] = seconds[key] * active_experts(*self, m) * held / self.num_experts
+                found[str(m)] = seconds[key] * active_experts(self.num_experts, self.top_k, m) * held / self.num_experts
         return found
 
 
-def experts_of(names: Sequence[str], checkpoint: Checkpoint) -> Experts | None:
-    """The experts that layers of one kind are, None for plain layers."""
-    numbers = [number for name in names if (number := expert_number(name)) is not None]
-    return Experts(max(numbers) + 1, min(_top_k(checkpoint), max(numbers) + 1)) if numbers else None
+def experts_of(names: Sequence[str], checkpoint: Checkpoint, dtype: torch.dtype) -> Experts | None:
+    """The experts that layers of one kind are, None for plain layers. dtype: of the input."""
+    numbers = {name: number for name in names if (number := expert_number(name)) is not None}
+    if not numbers:
+        return None
+    first, count = next(iter(numbers)), max(numbers.values()) + 1
+    one = (_module(first), numbers[first])
+    of_one = (r.spec for r in checkpoint.layers() if expert_number(r.name) == one[1] and _module(r.name) == one[0])
+    layers = dict.fromkeys(spec.replace(act_dtype=dtype) for spec in of_one)
+    return Experts(count, min(_top_k(checkpoint), count), tuple(layers))
 
 
 def expert_number(name: str) -> int | None:
     """The number of the expert that a layer of a checkpoint belongs to."""
     found = _EXPERT.search(name)
     return None if found is None else int(found[1] or found[2])
+
+
+def _module(name: str) -> str:
+    """The module of the experts that a layer belongs to, or its block's name in a GGUF file."""
+    found = _EXPERT.search(name)
+    assert found is not None
+    return re.sub(r"\.ffn_\w+$", "", name[: found.start()])
 
 
 def _top_k(checkpoint: Checkpoint) -> int:

@@ -55,7 +55,7 @@ def names_by_spec(checkpoint: Checkpoint, dtype: torch.dtype, *, experts: bool) 
 def by_dimension(checkpoint: Checkpoint, dtype: torch.dtype, tp: int) -> list[ShardedLayers]:
     """Every layer under every sharding, where no model says which one it gets; plain layers first."""
     return [
-        ShardedLayers(spec, names, dim, rank_specs, experts_of(names, checkpoint))
+        ShardedLayers(spec, names, dim, rank_specs, experts_of(names, checkpoint, dtype))
         for experts in (False, True)
         for spec, names in names_by_spec(checkpoint, dtype, experts=experts).items()
         for dim, rank_specs in shard_specs(spec, tp).items()
@@ -88,7 +88,7 @@ def by_plan(plan: RankPlan) -> list[ShardedLayers]:
     found = []
     for (_, spec, dim, rank_specs, shares), layers in sorted(groups.items(), key=lambda group: group[0][0]):
         names = [layer.record.name for layer in layers]
-        experts, owners = experts_of(names, plan.checkpoint), [layer.rank for layer in layers]
+        experts, owners = experts_of(names, plan.checkpoint, plan.dtype), [layer.rank for layer in layers]
         is_whole = owners[0] is not None
         held = tuple(owners.count(rank) for rank in range(plan.world)) if is_whole else ()
         cut = "E" if is_whole else {0: "N", 1: "K"}.get(dim, "")

@@ -42,7 +42,7 @@ def verify_report(
     if not records:
         raise CheckpointError("nothing to verify", file=checkpoint.path, found="no quantized linear layer")
     act_dtype = asked or default_dtype(checkpoint, platform)
-    experts = experts_of([record.name for record in records], checkpoint)
+    experts = experts_of([record.name for record in records], checkpoint, act_dtype)
 
     def policy_for(record: LayerRecord) -> Policy:
         return policy if experts is None or expert_number(record.name) is None else experts.policy(policy)

@@ -168,6 +168,21 @@ class Kernel:
         return unit_row_products(cls, packed, spec)
 
     @classmethod
+    def fuses_experts(cls, spec: LinearSpec, platform: Platform) -> bool:
+        """Whether it runs all experts of a mixture-of-experts layer in one call, where such a layer is one of theirs.
+
+        Kernels that do rank before those whose experts run one after the other, on a GPU with a synchronization of the host.
+
+        Args:
+            spec: Of one expert's projection, one that `can_implement` accepts.
+            platform: A machine that `is_supported` accepts.
+
+        Returns:
+            By default whether the kernel has an `apply_experts` of its own.
+        """
+        return cls.apply_experts.__func__ is not Kernel.apply_experts.__func__  # type: ignore[attr-defined]
+
+    @classmethod
     def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
         """Whether it has `apply_experts` for experts of these specs; both are ones that `can_implement` accepts."""
         return False
@@ -249,6 +264,11 @@ class Kernel:
     def packed_bytes(cls, spec: LinearSpec) -> int:
         """Bytes of the packed tensors; an estimate, as `cost` assumes them."""
         return spec.weight_bytes()
+
+
+def experts_proven(kernel: type[Kernel], platform: Platform) -> bool:
+    """Whether a kernel's `apply_experts` has run on such a platform; elsewhere its experts run one after the other."""
+    return platform.vendor == "cpu" or not kernel.experts_unproven
 
 
 def unit_row_products(kernel: type[Kernel], packed: Sequence[Tensor], spec: LinearSpec) -> Tensor:

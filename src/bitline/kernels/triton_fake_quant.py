@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from bitline.act_quant import fake_quantize
+from bitline.expert_gate import ExpertGate
 from bitline.kernels import weight_only
-from bitline.kernels.base import Kernel, Packed
+from bitline.kernels.base import Kernel, Packed, experts_proven
+from bitline.kernels.triton.experts import run_experts
 from bitline.kernels.triton.launch import interpreted
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.platform import Platform
@@ -172,6 +174,34 @@ class TritonFakeQuantLinearKernel(Kernel):
         """x [M, K], fake-quantized, times the weight."""
         weight_spec = _weight_only_spec(spec)
         return weight_only.kernel_for_device(weight_spec, x.device).apply(x, packed[:-2], bias, weight_spec)
+
+    @classmethod
+    def fuses_experts(cls, spec: LinearSpec, platform: Platform) -> bool:
+        """Where the weight-only kernel does, and each row is quantized by itself with no scale that each expert has of its own."""
+        act, weight_spec = spec.act, _weight_only_spec(spec)
+        kernel = weight_only.kernel_for_platform(weight_spec, platform)
+        by_row = act is not None and act.dynamic and act.granularity != "tensor" and act.scale != "e4m3"
+        return by_row and experts_proven(kernel, platform) and kernel.fuses_experts(weight_spec, platform)
+
+    @classmethod
+    def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
+        """See Kernel.can_experts."""
+        up, down = _weight_only_spec(up), _weight_only_spec(down)
+        return weight_only.portable_kernel(up).can_experts(up, down, gate)
+
+    @classmethod
+    def apply_experts(
+        cls, x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
+        down_bias: Tensor | None, up_spec: LinearSpec, down_spec: LinearSpec, gate: ExpertGate,
+    ) -> Tensor:  # fmt: skip
+        """See Kernel.apply_experts: rows of x, and of the second projection's input, are fake-quantized."""
+        up_act, down_act, absent = up_spec.act, down_spec.act, x.new_empty(0)
+        assert up_act is not None and down_act is not None
+        return run_experts(
+            fake_quantize_fused(x, up_act, absent, absent), index, weights, up[:-2], up_bias, down[:-2], down_bias,
+            _weight_only_spec(up_spec), _weight_only_spec(down_spec), gate,
+            lambda hidden: fake_quantize_fused(hidden, down_act, absent, absent),
+        )  # fmt: skip
 
     @classmethod
     def cost(cls, spec: LinearSpec, platform: Platform, m: int) -> float:

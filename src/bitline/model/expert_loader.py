@@ -18,6 +18,7 @@ from bitline.model.cut_weights import merged
 from bitline.model.expert_names import DOWN_NAME, UP_NAMES, ExpertPlace
 from bitline.model.merge_weights import merge_key
 from bitline.model.tensor_parallel import ParallelPlan
+from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
 Matrices = dict[tuple[int, int], LayerRecord]  # by expert and part
@@ -80,6 +81,7 @@ class ExpertLoader:
         self.shell, self.found, self.dtype, self.device, self.policy = shell, found, dtype, device, policy
         self.top_k, self.file = top_k, file
         self.reads: dict[nn.Module, Callable[..., QuantizedWeight]] = {}
+        self.one_call: tuple[LinearSpec, ...] = ()
         self.up_name = next((name for name in UP_NAMES if name in shell._parameters), UP_NAMES[0])
         self.transposed = bool(getattr(shell, "is_transposed", False))
 
@@ -89,14 +91,31 @@ class ExpertLoader:
         if unknown:
             raise self._error("the experts module has no such parameter", next(self.found.records()), found=sorted(unknown))
         gate = recognize(self.shell)
+        norm = self.shell.post_expert_norm if getattr(self.shell, "has_post_expert_norm", False) else None
+        self.one_call = self._layers_of_one_call() if gate is not None and norm is None else ()
         interleaved = gate is not None and gate[1] and self.found.parts.get(self.up_name, 1) == 1
         up, down = self._projection(self.up_name, interleaved), self._projection(DOWN_NAME, False)
         function: Any = gate[0] if gate else self.shell._apply_gate if self._has_gate else self.shell.act_fn
         if self.parallel is not None:
             down_records = [record for _, record in sorted(self.found.parameters.get(DOWN_NAME, {}).items(), key=lambda m: m[0])]
             function = self.parallel.expert_gate(self.found.module, function, down_records)
-        norm = self.shell.post_expert_norm if getattr(self.shell, "has_post_expert_norm", False) else None
         return QuantExperts(up, down[0], function, norm)
+
+    def _layers_of_one_call(self) -> tuple[LinearSpec, ...]:
+        """This rank's layers of an expert, where a kernel may run all experts in one call; else none."""
+        layers: list[LinearSpec] = []
+        for name in (self.up_name, DOWN_NAME):
+            matrices = self.found.parameters.get(name, {})
+            specs = {record.spec for (e, _), record in matrices.items() if e in self._numbers}
+            keys = {merge_key(spec) for spec in specs}
+            if len(keys) != 1 or (None in keys and len(specs) > 1):
+                return ()
+            spec = next(iter(specs))
+            if self.parallel is not None and name == self.up_name:
+                cut = self.parallel.expert_cut(self.found.module, spec.n, down=False, interleaved=self.found.parts[name] == 1)
+                spec = spec.replace(n=sum(stop - start for start, stop in cut.ranges))
+            layers.append(spec.replace(act_dtype=self.dtype))
+        return tuple(layers)
 
     @property
     def _has_gate(self) -> bool:
@@ -143,7 +162,7 @@ class ExpertLoader:
             return whole
 
         try:
-            return self._stack(read, one_spec, name, matrices[self._numbers[0], 0])
+            return self._stack(read, one_spec, name, matrices[self._numbers[0], 0], self.one_call)
         except _ApartError:
             return None
 
@@ -155,8 +174,11 @@ class ExpertLoader:
 
         return self._stack(read, one_spec, name, matrices[self._numbers[0], part])
 
-    def _stack(self, read: Callable[[int], QuantizedWeight], one_spec: bool, name: str, record: LayerRecord) -> Part:
-        """A layer for each expert of this rank. read: takes an expert's number."""
+    def _stack(
+        self, read: Callable[[int], QuantizedWeight], one_spec: bool, name: str, record: LayerRecord,
+        one_call: Sequence[LinearSpec] = (),
+    ) -> Part:  # fmt: skip
+        """A layer for each expert of this rank. read: takes an expert's number. one_call: see `_layers_of_one_call`."""
         numbers = self._numbers
 
         def read_own(expert: int) -> QuantizedWeight:
@@ -165,7 +187,7 @@ class ExpertLoader:
         if self.parallel is not None and name == DOWN_NAME and record.spec.act_order:
             one_spec = False  # which groups a rank has columns of differs between experts
         part = stack_experts(
-            read_own, len(numbers), one_spec, self.dtype, self.device, self.policy, self.top_k, self._experts
+            read_own, len(numbers), one_spec, self.dtype, self.device, self.policy, self.top_k, self._experts, one_call
         )  # fmt: skip
         layers = [part] if isinstance(part, ExpertStack) else part
         self.reads |= {layer: functools.partial(read_own, expert=e) for e, layer in enumerate(layers)}

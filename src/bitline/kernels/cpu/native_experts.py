@@ -22,7 +22,12 @@ _CALL = ctypes.c_int64 * 17  # csrc/experts.h: ExpertsCall
 def can_experts(up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
     """Whether the core runs experts of these specs: their shapes fit, and it quantizes activations as both schemes ask."""
     fits = up.n == down.k * (1 + gate.gated) and up.act_dtype == down.act_dtype
-    return fits and quantizes_activations(up.act) and quantizes_activations(down.act)
+    return fits and fuses(up) and fuses(down)
+
+
+def fuses(spec: LinearSpec) -> bool:
+    """Whether the core quantizes activations of a projection as its scheme asks."""
+    return quantizes_activations(spec.act)
 
 
 def apply_experts(

@@ -141,6 +141,11 @@ class CPUWNA16LinearKernel(Kernel):
         return unpack_weight.unpack(packed[0], spec.act_dtype)
 
     @classmethod
+    def fuses_experts(cls, spec: LinearSpec, platform: Platform) -> bool:
+        """All but activation schemes that are fake-quantized by torch."""
+        return native_experts.fuses(spec)
+
+    @classmethod
     def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
         """All but activation schemes that are fake-quantized by torch."""
         return native_experts.can_experts(up, down, gate)

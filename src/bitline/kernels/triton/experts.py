@@ -8,7 +8,7 @@ on an H200; those of other GPUs are those of plain layers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from bitline.kernels.triton.launch import device_traits, gemm_constants, interpr
 from bitline.kernels.triton.layout import layout_of
 from bitline.types import LinearSpec
 
+RowFunction = Callable[[Tensor], Tensor]
 MAX_UNSORTED = 64  # pairs up to which each may be a block of its own, which saves the launches of the sort
 SORT_BYTES = 18e6  # of weights, read in the time of those launches
 SCRATCH_ELEMENTS = 1 << 26  # of each of the two scratch tensors of a launch: 256 MiB in float32; more tokens take more launches
@@ -213,7 +214,7 @@ class ExpertsPlan:
 
     def run(
         self, x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
-        down_bias: Tensor | None, y: Tensor,
+        down_bias: Tensor | None, y: Tensor, between: RowFunction | None = None,
     ) -> None:  # fmt: skip
         """x [T, K], index and weights [T, k], contiguous, to y [T, N]."""
         (tokens, top_k), down_spec = index.shape, self.specs[1]
@@ -222,7 +223,8 @@ class ExpertsPlan:
         hidden = x.new_empty(index.numel(), down_spec.k, dtype=torch.float32 if interpreted() else x.dtype)
         self.up.run(x, up, up_bias, hidden, routes, num_blocks, top_k)
         results = x.new_empty(index.numel(), down_spec.n, dtype=torch.float32)
-        self.down.run(hidden.to(x.dtype), down, down_bias, results, routes, num_blocks, 1)
+        hidden = hidden.to(x.dtype)
+        self.down.run(hidden if between is None else between(hidden), down, down_bias, results, routes, num_blocks, 1)
         grid = (tokens, -(-down_spec.n // SUM_BLOCK), 1)
         self.weighted_sum(grid, results, index, weights, y, down_spec.n, self.num_experts, top_k)
 
@@ -255,9 +257,12 @@ def experts_plan(
 
 def run_experts(
     x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
-    down_bias: Tensor | None, up_spec: LinearSpec, down_spec: LinearSpec, gate: ExpertGate,
+    down_bias: Tensor | None, up_spec: LinearSpec, down_spec: LinearSpec, gate: ExpertGate, between: RowFunction | None = None,
 ) -> Tensor:  # fmt: skip
-    """See Kernel.apply_experts. A number out of range is an InputError on a CPU, and means no expert on a GPU."""
+    """See Kernel.apply_experts. A number out of range is an InputError on a CPU, and means no expert on a GPU.
+
+    between: [rows, I] to [rows, I], row by row, of the second projection's input; rows of pairs without an expert are undefined.
+    """
     (tokens, top_k), num_experts = index.shape, up[0].shape[0]
     if index.device.type == "cpu":
         low, high = (int(v) for v in index.aminmax())
@@ -269,5 +274,5 @@ def run_experts(
     for t in range(0, tokens, step):
         part = slice(t, t + step)
         plan = experts_plan((up_spec, down_spec), gate, up, down, (up_bias, down_bias), index[part], weights)
-        plan.run(x[part], index[part], weights[part], up, up_bias, down, down_bias, y[part])
+        plan.run(x[part], index[part], weights[part], up, up_bias, down, down_bias, y[part], between)
     return y.to(x.dtype)
