@@ -177,7 +177,7 @@ class TritonFakeQuantLinearKernel(Kernel):
 
     @classmethod
     def fuses_experts(cls, spec: LinearSpec, platform: Platform) -> bool:
-        """Where the weight-only kernel does, and each row is quantized by itself with no scale that each expert has of its own."""
+        """Where the weight-only kernel does, and each row is quantized by itself, with no scale of the expert's own."""
         act, weight_spec = spec.act, _weight_only_spec(spec)
         kernel = weight_only.kernel_for_platform(weight_spec, platform)
         by_row = act is not None and act.dynamic and act.granularity != "tensor" and act.scale != "e4m3"
