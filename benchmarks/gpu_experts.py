@@ -9,6 +9,7 @@ shapes. skew: the share of tokens whose experts are drawn from an eighth of them
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gpu_linear import RATE, READ, eager_us, ours, replay_us, spec_of
 from bitline import Platform, choose
 from bitline.expert_gate import ExpertGate
 from bitline.experts import ExpertStack, QuantExperts, _stack_like
+from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.select import Policy
 from bitline.testing.generators import random_weight
 from bitline.types import LinearSpec
@@ -35,13 +37,13 @@ def layer_spec(scheme: str, n: int, k: int) -> LinearSpec:
     return spec.replace(block=(1, 64)) if spec.block[1] == 128 and k % 128 else spec
 
 
-def experts_of(scheme: str, count: int, intermediate: int, hidden: int) -> QuantExperts:
+def experts_of(scheme: str, count: int, intermediate: int, hidden: int, kernel: str) -> QuantExperts:
     """Experts whose packed weights are copies of one random one per projection."""
     stacks = []
     for n, k in ((2 * intermediate, hidden), (hidden, intermediate)):
         spec = layer_spec(scheme, n, k)
         weight = random_weight(spec, 1, "cuda")
-        stack = ExpertStack(spec, count, torch.device("cuda"), Policy(backend="triton"))
+        stack = ExpertStack(spec, count, torch.device("cuda"), Policy(kernel=kernel))
         packed = stack.choice.kernel.pack(weight)
         stack._names = tuple(f"packed_{name}" for name in packed)
         stack._set([_stack_like(t, count) for t in packed.values()])
@@ -72,7 +74,8 @@ def row(layer: QuantExperts, name: str, shape: tuple[int, ...], m: int, skew: fl
     limit = 1e6 * max(touched * size / READ + 2e-6, flops / RATE["bf16"])
     us = replay_us([lambda r=r: layer(x, *r) for r in routes], 10, 3)
     return {
-        "scheme": name, "experts": count, "intermediate": intermediate, "hidden": hidden, "top_k": top_k, "m": m, "skew": skew,
+        "kernel": layer.down.choice.best.name, "scheme": name, "experts": count, "intermediate": intermediate, "hidden": hidden,
+        "top_k": top_k, "m": m, "skew": skew,
         "touched_experts": touched, "bytes_of_an_expert": size, "us": us, "limit_us": limit, "tflops": flops / us / 1e6,
         "eager_us": eager_us(lambda: layer(x, *routes[0]), 100) if m == 1 else None,
     }  # fmt: skip
@@ -95,26 +98,30 @@ def main() -> None:
     parser.add_argument("--shape", default=",".join(SHAPES))
     parser.add_argument("--m", default="1,4,16,64,256,1024,4096")
     parser.add_argument("--skew", default="0,0.8")
+    parser.add_argument("--kernel", default="GluonHopper,Triton", help="Triton: the portable kernel of the scheme")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    GluonHopperLinearKernel.experts_unproven = False
+    sizes, skews = list(map(int, arguments.m.split(","))), list(map(float, arguments.skew.split(",")))
     rows: list[dict[str, Any]] = []
     for text in arguments.shape.split(","):
         shape = tuple(map(int, text.split("x")))
         for name in arguments.scheme.split(","):
-            layer = experts_of(name, *shape[:3])
-            for m in map(int, arguments.m.split(",")):
-                for skew in map(float, arguments.skew.split(",")):
+            portable = "TritonW4A16" if name == "W4A16" else "TritonMinifloat"
+            for kernel in arguments.kernel.split(","):
+                layer = experts_of(name, *shape[:3], portable if kernel == "Triton" else kernel)
+                for m, skew in itertools.product(sizes, skews):
                     if skew and m < 16:
                         continue
                     found = row(layer, name, shape, m, skew)
-                    if not skew and m >= 64:
+                    if not skew and m >= 64 and kernel == arguments.kernel.split(",")[0]:
                         found["plain_us"] = plain_us(name, shape, m)
                     rows.append(found)
-                    print(name, text, f"M={m} skew={skew}", {k: round(v, 1) for k, v in found.items() if isinstance(v, float)},
-                          flush=True)  # fmt: skip
+                    shown = {k: round(v, 1) for k, v in found.items() if isinstance(v, float)}
+                    print(found["kernel"], name, text, f"M={m} skew={skew}", shown, flush=True)
                     arguments.out.write_text(json.dumps({"machine": machine("cuda"), "results": rows}, indent=1) + "\n")
-            del layer
-            torch.cuda.empty_cache()
+                del layer
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

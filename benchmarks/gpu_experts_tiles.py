@@ -76,7 +76,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for text in arguments.shape.split(","):
         count, intermediate, hidden, top_k = map(int, text.split("x"))
-        layer = experts_of("W4A16", count, intermediate, hidden)
+        layer = experts_of("W4A16", count, intermediate, hidden, "TritonW4A16")
         size = sum(t[0].nbytes for s in (layer.up[0], layer.down) for t in s.packed)
         for m in map(int, arguments.m.split(",")):
             x = torch.randn(m, hidden, dtype=torch.bfloat16, device="cuda")

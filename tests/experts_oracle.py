@@ -43,13 +43,18 @@ class Experts:
         )
         return QuantExperts([up], down, self.gate)
 
-    def exact(self, x: Tensor, index: Tensor, weights: Tensor, *, rounded: bool = False) -> Tensor:
-        """float64 [T, N]. rounded: the second projection's input is rounded to x's dtype, as all kernels do."""
+    def exact(self, x: Tensor, index: Tensor, weights: Tensor, *, rounded: bool = False, each: bool = False) -> Tensor:
+        """float64 [T, N].
+
+        rounded: the second projection's input is rounded to x's dtype, as all kernels do. each: its results are rounded too,
+        before they are weighted.
+        """
         out = torch.zeros(x.shape[0], self.down[0].spec.n, dtype=torch.float64)
         for e, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
             rows, slots = (index == e).nonzero(as_tuple=True)
             h = self.gate(reference64(x[rows], up))
             y = reference64(h.to(x.dtype) if rounded else h, down)
+            y = y.to(x.dtype).double() if each else y
             out.index_add_(0, rows, weights[rows, slots].double().unsqueeze(1) * y)
         return out
 
@@ -70,9 +75,9 @@ class Experts:
         worst = (out.double() - exact).abs().max()
         assert worst <= allowed, f"off by {float(worst):.3g}, allowed {allowed:.3g}; T={x.shape[0]}, {self.up[0].spec}"
 
-    def check_exact(self, out: Tensor, x: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Assert that `out` has the bits of the exact sum, rounded once."""
-        exact = self.exact(x, index, weights, rounded=True).to(x.dtype)
+    def check_exact(self, out: Tensor, x: Tensor, index: Tensor, weights: Tensor, *, each: bool = False) -> None:
+        """Assert that `out` has the bits of the exact sum, rounded once. each: see `exact`."""
+        exact = self.exact(x, index, weights, rounded=True, each=each).to(x.dtype)
         wrong = out != exact
         assert not wrong.any(), f"{int(wrong.sum())} of {out.numel()} differ; T={x.shape[0]}, {self.up[0].spec}"
 

@@ -185,13 +185,29 @@ def test_sorted_pairs_and_blocks(size):
     )
     with poison():
         (_, in_order, blocks), num_blocks = plan.routes(index)
-    expert, start, end = blocks.view(3, num_blocks).tolist()
+    expert, start, end = blocks[:-1].view(3, num_blocks).tolist()
     found = [(e, in_order[s : min(s + plan.tile_m, t)].tolist()) for e, s, t in zip(expert, start, end, strict=True) if e < count]
     want = []
     for e in range(count):
         members = (index.view(-1) == e).nonzero().view(-1)
         want += [(e, part.tolist()) for part in members.split(plan.tile_m) if len(part)]
-    assert found == want and all(e == count for e in expert[len(want) :])
+    assert found == want and all(e == count for e in expert[len(want) :]) and blocks[-1] == len(want)
+    check_gather(index, in_order, blocks, num_blocks, plan.tile_m, count)
+
+
+def check_gather(index, in_order, blocks, num_blocks, tile, count):
+    """Rows of x in the blocks' order, each expert's from a whole tile on; what no pair has stays as it was."""
+    from bitline.kernels.triton.device import experts_sort
+
+    pairs, k = index.numel(), 24
+    x = torch.arange(pairs * k, dtype=torch.float32).view(pairs, k)
+    out, rows = torch.full((num_blocks * tile, k), -1.0), torch.full((pairs,), -1, dtype=torch.int32)
+    experts_sort.gather_kernel[(num_blocks * tile,)](x, in_order, blocks, out, rows, 1, num_blocks, count, k, tile, 16)
+    valid = (index.view(-1) >= 0) & (index.view(-1) < count)
+    assert torch.equal(rows >= 0, valid) and torch.equal(out[rows[valid].long()], x[valid])
+    assert int((out >= 0).all(1).sum()) == int(valid.sum())
+    of_row = blocks[:num_blocks][rows[valid].long() // tile]
+    assert torch.equal(of_row.long(), index.view(-1)[valid])
 
 
 @needs_interpreter

@@ -177,8 +177,12 @@ def experts_of_layers(name, target, traits):
     for most in (8, 512):
         constants = {"BLOCK_SIZE_M": 16, "MAX_EXPERTS": most, "BLOCK_SIZE": experts_host.MAP_BLOCK}
         yield f"experts blocks of {most}", compiled(experts_sort.blocks_kernel, table, constants, target)
-    table = {"y_ptr": "*fp32", "index_ptr": "*i64", "weights_ptr": "*fp32", "out_ptr": "*bf16"}
-    yield "experts sum", compiled(experts.weighted_sum_kernel, table, {"BLOCK_SIZE": experts_host.SUM_BLOCK}, target)
+    table = {"y_ptr": "*fp32", "index_ptr": "*i64", "weights_ptr": "*fp32", "rows_ptr": "*i64", "out_ptr": "*bf16"}
+    constants = {"N": 4096, "HAS_ROWS": False, "BLOCK_SIZE": experts_host.SUM_BLOCK}
+    yield "experts sum", compiled(experts.weighted_sum_kernel, table, constants, target)
+    table = {"x_ptr": "*bf16", "sorted_ptr": "*i32", "blocks_ptr": "*i32", "out_ptr": "*bf16", "rows_ptr": "*i32"}
+    constants = {"K": 4096, "BLOCK_SIZE_M": 64, "BLOCK_SIZE_K": 1024}
+    yield "experts gather", compiled(experts_sort.gather_kernel, table, constants, target)
 
 
 def weight_only(name, target, traits):

@@ -15,7 +15,6 @@ from bitline.act_quant import fake_quantize
 from bitline.expert_gate import ExpertGate
 from bitline.kernels import weight_only
 from bitline.kernels.base import Kernel, Packed, experts_proven
-from bitline.kernels.triton.experts import run_experts
 from bitline.kernels.triton.launch import interpreted
 from bitline.kernels.triton.minifloat import TritonMinifloatLinearKernel
 from bitline.platform import Platform
@@ -197,10 +196,10 @@ class TritonFakeQuantLinearKernel(Kernel):
         """See Kernel.apply_experts: rows of x, and of the second projection's input, are fake-quantized."""
         up_act, down_act, absent = up_spec.act, down_spec.act, x.new_empty(0)
         assert up_act is not None and down_act is not None
-        return run_experts(
+        return weight_only.run_experts(
             fake_quantize_fused(x, up_act, absent, absent), index, weights, up[:-2], up_bias, down[:-2], down_bias,
             _weight_only_spec(up_spec), _weight_only_spec(down_spec), gate,
-            lambda hidden: fake_quantize_fused(hidden, down_act, absent, absent),
+            between=lambda hidden: fake_quantize_fused(hidden, down_act, absent, absent),
         )  # fmt: skip
 
     @classmethod

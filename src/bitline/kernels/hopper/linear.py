@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from bitline.errors import InputError
+from bitline.expert_gate import ExpertGate
 from bitline.kernels.base import Kernel, Packed
-from bitline.kernels.hopper import layout
+from bitline.kernels.hopper import experts, layout
 from bitline.kernels.hopper.eager import EagerLinear
 from bitline.kernels.hopper.launch import SMALL_M, run
 from bitline.kernels.hopper.runtime import prepare
 from bitline.kernels.hopper.scheme import DequantScheme, dequant_scheme
 from bitline.kernels.providers.common import installed
+from bitline.kernels.triton import experts as portable_experts
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -35,6 +37,7 @@ class GluonHopperLinearKernel(Kernel):
     backend = "gluon"
     priority = 20
     measured = ("sm90",)
+    experts_unproven = True
     act_dtypes = (torch.bfloat16, torch.float16)
 
     @classmethod
@@ -93,6 +96,24 @@ class GluonHopperLinearKernel(Kernel):
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
         return run(x, packed, bias, spec)
+
+    @classmethod
+    def fuses_experts(cls, spec: LinearSpec, platform: Platform) -> bool:
+        """See `experts.fuses_experts`."""
+        return experts.fuses_experts(spec)
+
+    @classmethod
+    def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
+        """See Kernel.can_experts."""
+        return portable_experts.can_experts(up, down, gate)
+
+    @classmethod
+    def apply_experts(
+        cls, x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
+        down_bias: Tensor | None, up_spec: LinearSpec, down_spec: LinearSpec, gate: ExpertGate,
+    ) -> Tensor:  # fmt: skip
+        """See Kernel.apply_experts: each expert's result is rounded to act_dtype."""
+        return experts.run_experts(x, index, weights, up, up_bias, down, down_bias, up_spec, down_spec, gate)
 
     @classmethod
     def eager(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> EagerLinear | None:

@@ -42,6 +42,20 @@ def gluon() -> Any:
 
 
 @functools.cache
+def experts() -> Any:
+    """The kernels of experts."""
+    from bitline.kernels.hopper.device.experts_persistent import experts_persistent
+    from bitline.kernels.hopper.device.experts_small_m import experts_small_m
+    from bitline.kernels.triton.device.experts import weighted_sum_kernel
+    from bitline.kernels.triton.device.experts_sort import blocks_kernel, gather_kernel, sort_kernel
+
+    return SimpleNamespace(
+        small_m=experts_small_m, persistent=experts_persistent, sort=sort_kernel, blocks=blocks_kernel, gather=gather_kernel,
+        weighted_sum=weighted_sum_kernel,
+    )  # fmt: skip
+
+
+@functools.cache
 def prepare() -> None:
     """Do what Triton does once per process, 0.4 s: its import, and hashes of its library and of the device code.
 

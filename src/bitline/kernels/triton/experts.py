@@ -133,6 +133,11 @@ def load_of(pairs: int, num_experts: int, rows: tuple[int, int], expert_bytes: i
     return Load(tile, is_sorted, (up, down))
 
 
+def most_blocks(pairs: int, num_experts: int, tile: int) -> int:
+    """Blocks of `tile` pairs of one expert that any routing of so many pairs takes at most."""
+    return (pairs + min(num_experts, pairs) * (tile - 1)) // tile
+
+
 def gemm_configs(
     specs: tuple[LinearSpec, LinearSpec], k_blocks: tuple[int, int], load: Load, traits: DeviceTraits
 ) -> tuple[GemmConfig, GemmConfig]:
@@ -174,6 +179,12 @@ def _hopper_config(m: int, spec: LinearSpec, few: bool, traits: DeviceTraits) ->
     return fit_to_device(config, layout, spec.act_dtype, spec.zero != "none", traits)
 
 
+def map_sizes(num_experts: int) -> tuple[int, int]:
+    """MAX_EXPERTS and BLOCK_SIZE of `blocks_kernel`, which compares so many blocks with so many experts in registers."""
+    largest = 1 << (num_experts - 1).bit_length()
+    return largest, max(1, min(MAP_BLOCK, (1 << 14) // largest))
+
+
 class ExpertsPlan:
     """Everything about the launches that depends only on the layer, the number of experts and the bucket of pairs."""
 
@@ -193,20 +204,21 @@ class ExpertsPlan:
         )
         code = _device_code()
         self.sort = Launch(code.sort, {"BLOCK_SIZE": SORT_BLOCK, "num_warps": 4})
-        largest = 1 << (num_experts - 1).bit_length()
-        self.map_block = max(1, min(MAP_BLOCK, (1 << 14) // largest))  # the comparison of blocks with experts is in registers
+        largest, self.map_block = map_sizes(num_experts)
         self.blocks = Launch(code.blocks, {"BLOCK_SIZE_M": self.tile_m, "MAX_EXPERTS": largest, "BLOCK_SIZE": self.map_block,
                                            "num_warps": 4})  # fmt: skip
-        self.weighted_sum = Launch(code.weighted_sum, {"BLOCK_SIZE": SUM_BLOCK, "num_warps": 4})
+        self.weighted_sum = Launch(
+            code.weighted_sum, {"N": specs[1].n, "HAS_ROWS": False, "BLOCK_SIZE": SUM_BLOCK, "num_warps": 4}
+        )
 
     def routes(self, index: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
         """(index, pairs sorted by expert, their blocks) and the number of blocks, the most that any routing takes."""
         pairs, experts = index.numel(), self.num_experts
         if not self.is_sorted:
             return (index, index, index), pairs
-        num_blocks = (pairs + min(experts, pairs) * (self.tile_m - 1)) // self.tile_m
+        num_blocks = most_blocks(pairs, experts, self.tile_m)
         in_order, ranges, blocks = (
-            torch.empty(size, dtype=torch.int32, device=index.device) for size in (pairs, 2 * experts, 3 * num_blocks)
+            torch.empty(size, dtype=torch.int32, device=index.device) for size in (pairs, 2 * experts, 3 * num_blocks + 1)
         )
         self.sort((experts, 1, 1), index, in_order, ranges, pairs, experts)
         self.blocks((-(-num_blocks // self.map_block), 1, 1), ranges, blocks, num_blocks, experts)
@@ -225,8 +237,8 @@ class ExpertsPlan:
         results = x.new_empty(index.numel(), down_spec.n, dtype=torch.float32)
         hidden = hidden.to(x.dtype)
         self.down.run(hidden if between is None else between(hidden), down, down_bias, results, routes, num_blocks, 1)
-        grid = (tokens, -(-down_spec.n // SUM_BLOCK), 1)
-        self.weighted_sum(grid, results, index, weights, y, down_spec.n, self.num_experts, top_k)
+        tiles_n = -(-down_spec.n // SUM_BLOCK)
+        self.weighted_sum((tokens * tiles_n, 1, 1), results, index, weights, index, y, self.num_experts, top_k, tiles_n)
 
 
 _plans: dict[tuple[Any, ...], ExpertsPlan] = {}

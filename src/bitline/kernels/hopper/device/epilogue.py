@@ -55,23 +55,37 @@ def add_partials(v, ptr, first_cta, end_cta, CTA_STRIDE: gl.constexpr, TILE_M: g
 
 
 @gluon.jit
-def store_tile(v, y_desc, smem, n, m, pointers, N, TILE_M: gl.constexpr, scheme: gl.constexpr):
-    """y[m : m + TILE_M, n : n + 64] from `thread_major` accumulators: global scale, bias, then TMA through smem [TILE_M, 64]."""
+def scale_and_add_bias(acc, n, bias_ptr, alpha_ptr, N, TILE_M: gl.constexpr, scheme: gl.constexpr):
+    """Accumulators [64, TILE_M] of rows n and on of W, in the MMA's layout, times the global scale plus bias."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16])
-    v = gl.permute(gl.reshape(v, [4, 8, 4, TILE_M // 8, 2, 2]), [0, 4, 1, 3, 2, 5])
-    acc = gl.convert_layout(gl.reshape(v, [64, TILE_M]), L, assert_trivial=True)
-    _partials_ptr, _flags_ptr, bias_ptr, alpha_ptr = pointers
     if scheme.has_global_scale:
         acc *= gl.load(alpha_ptr + (2 if scheme.folds_exponent_bias else 0))
     if scheme.has_bias:
         rows = gl.arange(0, 64, gl.SliceLayout(1, L))
         acc += gl.load(bias_ptr + n + rows, mask=n + rows < N, other=0.0).to(gl.float32)[:, None]
+    return acc
+
+
+@gluon.jit
+def store_through_shared(acc, y_desc, smem, n, m, scheme: gl.constexpr):
+    """y[m : m + TILE_M, n : n + 64] from results [64, TILE_M], by TMA through smem [TILE_M, 64]."""
     tma.store_wait(0)
     barrier()
     smem.permute([1, 0]).store(acc.to(gl.float16 if scheme.fp16 else gl.bfloat16))
     fence_async_shared()
     barrier()
     async_store(y_desc, [m, n], smem)
+
+
+@gluon.jit
+def store_tile(v, y_desc, smem, n, m, pointers, N, TILE_M: gl.constexpr, scheme: gl.constexpr):
+    """y[m : m + TILE_M, n : n + 64] from `thread_major` accumulators: global scale, bias, then TMA through smem [TILE_M, 64]."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16])
+    v = gl.permute(gl.reshape(v, [4, 8, 4, TILE_M // 8, 2, 2]), [0, 4, 1, 3, 2, 5])
+    acc = gl.convert_layout(gl.reshape(v, [64, TILE_M]), L, assert_trivial=True)
+    _partials_ptr, _flags_ptr, bias_ptr, alpha_ptr = pointers
+    acc = scale_and_add_bias(acc, n, bias_ptr, alpha_ptr, N, TILE_M, scheme)
+    store_through_shared(acc, y_desc, smem, n, m, scheme)
 
 
 @gluon.jit

@@ -397,32 +397,46 @@ def store_elements(acc, e, valid, first_n16, output, scheme: gl.constexpr, cfg: 
 
 
 @gluon.jit
+def share_accumulators(acc, allocation, smem_base, tid, COUNT: gl.constexpr, THREADS: gl.constexpr):
+    """Put the COUNT accumulators of all THREADS into shared memory, accumulator by accumulator, once all stages are consumed."""
+    barrier()
+    # The allocation needs a user that the compiler sees, hence one store without inline PTX.
+    reinterpret(allocation, gl.float32, [THREADS], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(acc[0])
+    for i in gl.static_range(1, COUNT):
+        addr = smem_base + (i * THREADS + tid) * 4
+        gl.inline_asm_elementwise(STORE_SHARED_F32, "=r,r,f", [addr, acc[i]], dtype=gl.int32, is_pure=False, pack=1)
+    barrier()
+
+
+@gluon.jit
+def sum_k_slices(e, smem_base, COUNT: gl.constexpr, L: gl.constexpr, cfg: gl.constexpr, num_warps: gl.constexpr):
+    """Elements e of `share_accumulators`' COUNT accumulators (see `store_elements`), the K slices' added in their order."""
+    WARPS: gl.constexpr = cfg.warps_per_k_slice
+    THREADS: gl.constexpr = 32 * num_warps
+    y = gl.zeros([THREADS], gl.float32, L)
+    addr = smem_base + gl.minimum(e // (32 * WARPS), COUNT - 1) * (4 * THREADS) + e % (32 * WARPS) * 4
+    for k in gl.static_range(num_warps // WARPS):
+        y += gl.inline_asm_elementwise(
+            LOAD_SHARED_F32, "=f,r", [addr + k * (128 * WARPS)], dtype=gl.float32, is_pure=False, pack=1
+        )
+    return y
+
+
+@gluon.jit
 def reduce_k_slices(
     acc, allocation, smem_base, tid, first_n16, partials_ptr, output, L: gl.constexpr, scheme: gl.constexpr, cfg: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Reduce the K slices' accumulators through shared memory, in slice order; store y, or with split_k the CTA's partials."""
     WARPS: gl.constexpr = cfg.warps_per_k_slice
-    K_SLICES: gl.constexpr = num_warps // WARPS
     THREADS: gl.constexpr = 32 * num_warps
     NUM_ACC: gl.constexpr = cfg.n16_per_warp * 4 * cfg.m8_tiles  # of a thread
     ELEMENTS: gl.constexpr = NUM_ACC * WARPS * 32  # of y, per CTA
-    barrier()  # all stages are consumed
-    # The allocation needs a user that the compiler sees, hence one store without inline PTX.
-    reinterpret(allocation, gl.float32, [THREADS], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(acc[0])
-    for i in gl.static_range(1, NUM_ACC):
-        addr = smem_base + (i * THREADS + tid) * 4
-        gl.inline_asm_elementwise(STORE_SHARED_F32, "=r,r,f", [addr, acc[i]], dtype=gl.int32, is_pure=False, pack=1)
-    barrier()
+    share_accumulators(acc, allocation, smem_base, tid, NUM_ACC, THREADS)
     partials = partials_ptr + (gl.program_id(0) * ELEMENTS).to(gl.int64)
     for j in gl.static_range((ELEMENTS + THREADS - 1) // THREADS):
         e = tid + j * THREADS  # see `store_elements`
-        y = gl.zeros([THREADS], gl.float32, L)
-        addr = smem_base + gl.minimum(e // (32 * WARPS), NUM_ACC - 1) * (4 * THREADS) + e % (32 * WARPS) * 4
-        for k in gl.static_range(K_SLICES):
-            y += gl.inline_asm_elementwise(
-                LOAD_SHARED_F32, "=f,r", [addr + k * (128 * WARPS)], dtype=gl.float32, is_pure=False, pack=1
-            )
+        y = sum_k_slices(e, smem_base, NUM_ACC, L, cfg, num_warps)
         if cfg.split_k == 1:
             store_elements(y, e, e < ELEMENTS, first_n16, output, scheme, cfg)
         else:

@@ -182,19 +182,26 @@ def experts_gemm_kernel(
     tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=valid_pair[None, :] & (channel < width)[:, None])
 
 
-@triton.jit(do_not_specialize=["num_experts", "top_k"])
-def weighted_sum_kernel(y_ptr, index_ptr, weights_ptr, out_ptr, N, num_experts, top_k, BLOCK_SIZE: tl.constexpr):
-    """out[t] = sum over j of weights[t, j] * y[t * top_k + j], in the order of j in float32; program ids are (t, tile of N).
+@triton.jit(do_not_specialize=["num_experts", "top_k", "tiles_n"])
+def weighted_sum_kernel(
+    y_ptr, index_ptr, weights_ptr, rows_ptr, out_ptr, num_experts, top_k, tiles_n,
+    N: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over j of weights[t, j] * y[row of pair t * top_k + j], in the order of j in float32.
 
-    y float32 [T * top_k, N]; index, weights [T, top_k]; out [T, N]. A pair without an expert counts as zero and is not read.
+    y [rows, N]; index, weights [T, top_k]; out [T, N]. Program ids are t * tiles_n + tile of N. A pair's row is rows[pair] with
+    HAS_ROWS, else its number. A pair without an expert counts as zero and is not read.
     """
-    token = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    token = (tl.program_id(0) // tiles_n).to(tl.int64)
+    offs = tl.program_id(0) % tiles_n * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     acc = tl.zeros((BLOCK_SIZE,), tl.float32)
     for j in range(0, top_k):
         pair = token * top_k + j
         exists = load_experts(index_ptr, pair, pair >= 0, num_experts) < num_experts
         weight = tl.load(weights_ptr + pair).to(tl.float32)
-        y = tl.load(y_ptr + pair * N + offs, mask=(offs < N) & exists, other=0.0)
+        row = pair
+        if HAS_ROWS:
+            row = tl.load(rows_ptr + pair, mask=exists, other=0).to(tl.int64)
+        y = tl.load(y_ptr + row * N + offs, mask=(offs < N) & exists, other=0.0).to(tl.float32)
         acc += tl.where(exists, weight * y, 0.0)
     tl.store(out_ptr + token * N + offs, acc.to(out_ptr.dtype.element_ty), mask=offs < N)

@@ -45,7 +45,8 @@ def blocks_kernel(
     """Each expert's range cut into blocks of BLOCK_SIZE_M pairs; BLOCK_SIZE blocks per program.
 
     ranges: of `sort_kernel`. blocks int32 [3, num_blocks]: a block's expert, where its pairs start in `sorted`, and where the
-    expert's end. Blocks that the routing leaves unused have the expert num_experts. MAX_EXPERTS: a power of two.
+    expert's end; and after them how many blocks the routing uses. The others have the expert num_experts. MAX_EXPERTS: a power
+    of two.
     """
     experts = tl.arange(0, MAX_EXPERTS)
     exists = experts < num_experts
@@ -63,3 +64,29 @@ def blocks_kernel(
     tl.store(blocks_ptr + block, expert, mask=valid)
     tl.store(blocks_ptr + num_blocks + block, start, mask=valid)
     tl.store(blocks_ptr + 2 * num_blocks + block, end, mask=valid)
+    if tl.program_id(0) == 0:
+        tl.store(blocks_ptr + 3 * num_blocks, tl.sum(count, 0))
+
+
+@triton.jit(do_not_specialize=["pairs_per_x", "num_blocks", "num_experts"])
+def gather_kernel(
+    x_ptr, sorted_ptr, blocks_ptr, out_ptr, rows_ptr, pairs_per_x, num_blocks, num_experts,
+    K: tl.constexpr, BLOCK_SIZE_M: tl.constexpr, BLOCK_SIZE_K: tl.constexpr,
+):  # fmt: skip
+    """out[row] = x[pair // pairs_per_x] and rows[pair] = row for the pairs of `blocks_kernel`'s blocks, a program for each row.
+
+    x [T, K]; out [num_blocks * BLOCK_SIZE_M, K], rows int32 [pairs]. Rows past an expert's last pair, and entries of pairs
+    without an expert, stay unwritten.
+    """
+    row = tl.program_id(0)
+    block = row // BLOCK_SIZE_M
+    at = tl.load(blocks_ptr + num_blocks + block) + row % BLOCK_SIZE_M
+    if (tl.load(blocks_ptr + block) >= num_experts) | (at >= tl.load(blocks_ptr + 2 * num_blocks + block)):
+        return
+    pair = tl.load(sorted_ptr + at)
+    tl.store(rows_ptr + pair, row)
+    source = x_ptr + (pair // pairs_per_x).to(tl.int64) * K
+    target = out_ptr + row.to(tl.int64) * K
+    for k in range(0, K, BLOCK_SIZE_K):
+        offs = k + tl.arange(0, BLOCK_SIZE_K)
+        tl.store(target + offs, tl.load(source + offs, mask=offs < K), mask=offs < K)
