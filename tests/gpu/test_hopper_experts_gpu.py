@@ -9,7 +9,6 @@ from bitline.expert_gate import ExpertGate
 from bitline.experts import _resolve
 from bitline.kernels.hopper import experts, experts_config
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
-from bitline.kernels.triton import experts as portable
 from bitline.testing import poison
 from bitline.testing.generators import inputs, lossless_inputs
 from bitline.types import ActSpec, LinearSpec
@@ -87,12 +86,14 @@ def test_every_config(monkeypatch, gate, tile):
     """Each tile for few pairs and for many, and each shape of the small kernel."""
     up, down = specs_of(W4, gate, 1024)
     layer = Experts.make(up, down, gate, 8)
-    for shape in experts_config._SMALL if tile <= 32 else (None,):
+    shapes = experts_config._GATED if gate.gated else experts_config._PLAIN
+    for shape in shapes if tile <= experts.LARGEST_BLOCK else (None,):
         for tokens in (3, 100):
             monkeypatch.setattr(experts, "_plans", {})
             if shape:
-                monkeypatch.setattr(experts_config, "_SMALL", (shape,))
-            monkeypatch.setattr(experts, "load_of", lambda *_: portable.Load(tile, True, (False, False)))
+                monkeypatch.setattr(experts_config, "_GATED", (shape,))
+                monkeypatch.setattr(experts_config, "_PLAIN", (shape,))
+            monkeypatch.setattr(experts, "load_of", lambda *_, t=tokens: (tile, True, 1000.0 if t == 3 else 4.0))
             x, (index, weights) = inputs(tokens, up), routing(tokens, 2, 8, seed=tokens)
             layer.check(_run(layer, x, index, weights), x, index, weights)
 

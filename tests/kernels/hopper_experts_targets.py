@@ -32,7 +32,7 @@ LAYERS = {  # both projections, and what is between them
     "fp16 up": (UP.replace(act_dtype=torch.float16, scale_dtype=torch.float16), RELU2),
     "odd down": (DOWN.replace(n=2080, k=776, block=(1, 16)), None),
 }  # fmt: skip
-SMALL_TILES, TILES = (8, 16, 32), (64, 128)
+SMALL_TILES, TILES = (8, 16), (32, 64, 128)
 
 
 def small(spec, gate, tile, is_sorted):
@@ -56,7 +56,7 @@ def small(spec, gate, tile, is_sorted):
 def persistent(spec, gate, tile):
     """`experts_persistent` as a call with tiles of `tile` rows compiles it."""
     scheme, gated = dequant_scheme(spec), gate is not None and gate.gated
-    config = persistent_config(scheme, tile, gated, 132)
+    config = persistent_config(spec, scheme, tile, 8.0, gated, 132)
     plan = PersistentProjection(spec, scheme, gate, spec.bias, config)
     act = "fp16" if scheme.fp16 else "bf16"
 

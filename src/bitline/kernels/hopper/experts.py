@@ -1,7 +1,7 @@
 """The experts of a mixture-of-experts layer on Hopper: sort, projection and gate, projection, weighted sum.
 
 Launch sizes depend on shapes alone and nothing waits for the GPU, so that a captured CUDA graph replays with other routings.
-`experts_small_m` has blocks of up to 32 pairs and gathers rows of x itself; for `experts_persistent` they are copied into the
+`experts_small_m` has blocks of up to 16 pairs and gathers rows of x itself; for `experts_persistent` they are copied into the
 experts' order first.
 """
 
@@ -17,7 +17,7 @@ from bitline.errors import InputError
 from bitline.expert_counts import active_experts
 from bitline.expert_gate import ExpertGate
 from bitline.kernels.hopper import layout, runtime
-from bitline.kernels.hopper.experts_config import LARGEST_BLOCK, persistent_config, small_m_config
+from bitline.kernels.hopper.experts_config import LARGEST_BLOCK, persistent_config, small_m_config, tile_for
 from bitline.kernels.hopper.experts_plans import UNIT, Launch, PersistentProjection, Routes, SmallProjection
 from bitline.kernels.hopper.launch import num_sms
 from bitline.kernels.hopper.scheme import DequantScheme, dequant_scheme
@@ -25,6 +25,7 @@ from bitline.kernels.triton import experts as portable
 from bitline.types import LinearSpec
 
 RowFunction = Callable[[Tensor], Tensor]
+SCRATCH_ELEMENTS = 1 << 28  # of each scratch tensor of a launch: 512 MiB; more tokens take more launches
 COPY_BLOCK = 1024  # columns that `gather_kernel` copies at a time
 _INDEX, _WEIGHTS = (torch.int32, torch.int64), (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,10 +50,7 @@ class ExpertsPlan:
     ) -> None:  # fmt: skip
         self.specs, self.num_experts = specs, num_experts  # specs are kept alive: plans are keyed by their id
         sms = num_sms(device.index or 0)
-        load = load_of(specs, num_experts, pairs)
-        self.tile, self.is_sorted = load.tile_m, load.is_sorted
-        active = active_experts(num_experts, 1, pairs)
-        blocks = active * max(1.0, pairs / active / self.tile) if self.is_sorted else pairs
+        self.tile, self.is_sorted, blocks = load_of(specs, num_experts, pairs)
         self.projections: list[SmallProjection | PersistentProjection] = []
         for i, (spec, bias) in enumerate(zip(specs, has_bias, strict=True)):
             scheme, own_gate = dequant_scheme(spec), gate if i == 0 else None
@@ -64,7 +62,9 @@ class ExpertsPlan:
             self.projections.append(
                 SmallProjection(spec, scheme, own_gate, bias, small, self.tile, is_sorted=self.is_sorted, waits_first=i == 0)
                 if small is not None
-                else PersistentProjection(spec, scheme, own_gate, bias, persistent_config(scheme, self.tile, gated, sms))
+                else PersistentProjection(
+                    spec, scheme, own_gate, bias, persistent_config(spec, scheme, self.tile, blocks, gated, sms)
+                )
             )
         code, (largest, self.map_block) = runtime.experts(), portable.map_sizes(num_experts)
         warps = {"num_warps": 4}
@@ -115,10 +115,14 @@ class ExpertsPlan:
         self.weighted_sum(tokens * self.sum_tiles, stream, tensors, (experts, top_k, self.sum_tiles))
 
 
-def load_of(specs: tuple[LinearSpec, LinearSpec], num_experts: int, pairs: int) -> portable.Load:
-    """As for the portable kernels."""
+def load_of(specs: tuple[LinearSpec, LinearSpec], num_experts: int, pairs: int) -> tuple[int, bool, float]:
+    """(tile of pairs, whether they are sorted, expected number of blocks)."""
     expert_bytes = specs[0].weight_bytes() + specs[1].weight_bytes()
-    return portable.load_of(pairs, num_experts, (specs[0].n, specs[1].n), expert_bytes)
+    if not portable.load_of(pairs, num_experts, (specs[0].n, specs[1].n), expert_bytes).is_sorted:
+        return 8, False, pairs
+    active = active_experts(num_experts, 1, pairs)
+    tile = tile_for(pairs / active)
+    return tile, True, active * max(1.0, pairs / active / tile)
 
 
 _plans: dict[tuple[Any, ...], ExpertsPlan] = {}
@@ -154,7 +158,7 @@ def run_experts(
     biases = (None if up_bias is None else _aligned(up_bias), None if down_bias is None else _aligned(down_bias))
     has_bias, dtypes = (up_bias is not None, down_bias is not None), (index.dtype, weights.dtype)
     y = x.new_empty(tokens, down_spec.n)
-    step = max(8, portable.SCRATCH_ELEMENTS // (top_k * max(up_spec.k, down_spec.k, down_spec.n)) // 8 * 8)
+    step = max(8, SCRATCH_ELEMENTS // (top_k * max(up_spec.k, down_spec.k, down_spec.n)) // 8 * 8)
     for t in range(0, tokens, step):
         part = slice(t, t + step)
         pairs = index[part].numel()

@@ -124,7 +124,7 @@ class PersistentProjection:
         channels = 64 * config.n64_per_cta // (2 if experts.gated else 1)
         self.sizes = (spec.n, -(-columns // (64 * config.k_blocks_per_stage)), -(-self.width // channels), self.num_n16)
         per_block = scheme.scales_per_k_block
-        self.box_rows = 4 if experts.gated else 4 * config.n64_per_cta
+        self.box_rows = 4 * config.n64_per_cta // (2 if experts.gated else 1)  # a multiple of 128 bytes, as TMA needs
         self.columns = (128 * scheme.bits // 4, (16 if scheme.fp32_scales else 8) * per_block, 8 * per_block)
         self.maps: dict[tuple[int, ...], tuple[Any, ...]] = {}
         self.binary: Binary | None = None

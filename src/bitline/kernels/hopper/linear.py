@@ -37,7 +37,6 @@ class GluonHopperLinearKernel(Kernel):
     backend = "gluon"
     priority = 20
     measured = ("sm90",)
-    experts_unproven = True
     act_dtypes = (torch.bfloat16, torch.float16)
 
     @classmethod

@@ -93,9 +93,9 @@ def load_expert(
         else:
             entry = k_block * 0
         if experts.gated:
-            for i in gl.static_range(N64):  # gate and up of 64 channels side by side
-                row = expert * num_n16 + (i % 2) * (num_n16 // 2) + (pid_n * (N64 // 2) + i // 2) * 4
-                load_part(descs, bar, buffers, buffer, i * 4, 4, row, k_block * INT32, entry, scheme)
+            for half in gl.static_range(2):  # gate rows above those of up
+                row = expert * num_n16 + half * (num_n16 // 2) + pid_n * (N64 * 2)
+                load_part(descs, bar, buffers, buffer, half * (N64 * 2), N64 * 2, row, k_block * INT32, entry, scheme)
         else:
             row = expert * num_n16 + pid_n * (N64 * 4)
             load_part(descs, bar, buffers, buffer, 0, N64 * 4, row, k_block * INT32, entry, scheme)
@@ -167,6 +167,8 @@ def consumer(
     """A consumer warpgroup: the MMAs and epilogues of all of the CTA's tiles, for its 64-row tiles of W."""
     full, empty = barriers
     LAST: gl.constexpr = cfg.num_consumer_warpgroups - 1
+    FIRST: gl.constexpr = warpgroup if experts.gated else warpgroup * cfg.n64_per_warpgroup  # 64-row tile of W in the buffers
+    SECOND: gl.constexpr = cfg.num_consumer_warpgroups + warpgroup if experts.gated else FIRST + 1
     gdc_wait()
     used, tiles = num_tiles(tables, sizes)
     cta = gl.program_id(0)
@@ -192,7 +194,7 @@ def consumer(
                     warpgroup, tokens, buffers, stage, factors, count, num_stages, num_ctas, scheme, cfg
                 )  # fmt: skip
             else:
-                tokens = mma_stage(warpgroup, tokens, buffers, stage, factors, scheme, cfg)
+                tokens = mma_stage(FIRST, SECOND, tokens, buffers, stage, factors, scheme, cfg)
             acc = finish_mma(tokens)
             tokens = start_mma(acc)
             mbarrier.arrive(empty.index(stage), count=1)
@@ -216,7 +218,7 @@ def experts_persistent(
     """y[r] = f(x[r] @ W[e].T + bias[e]) of the rows r of each tile that has an expert e; other rows stay unwritten.
 
     Tensor maps: x_desc [rows, K] and y_desc [rows, N or N / 2] with boxes [tile_m, 64]; w_desc, scale_desc and zero_desc of all
-    experts' W below each other, as those of `wgmma_persistent`, with boxes of 64 rows of W where it is gated. alpha: one a
+    experts' W below each other, as those of `wgmma_persistent`, with boxes of half as many rows where it is gated. alpha: one a
     expert, so many times 256 bytes apart; bias [E, N]. blocks: of `experts_sort`, int32 [3, num_blocks] and how many are used.
     """
     N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup

@@ -349,26 +349,29 @@ def mma_stage_pingpong(
 
 
 @gluon.jit
-def mma_stage(warpgroup: gl.constexpr, tokens, buffers, stage, factors, scheme: gl.constexpr, cfg: gl.constexpr):
+def mma_stage(
+    n64: gl.constexpr, second_n64: gl.constexpr, tokens, buffers, stage, factors, scheme: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
     """Dequantize a stage and issue its MMAs, each K block's dequantization overlapping the MMA of the one before.
+
+    n64: the warpgroup's 64-row tile of W, second_n64: its other one, if n64_per_warpgroup is 2.
 
     A fragment is dequantized in the iteration that multiplies it: were it carried into the next, ptxas would first wait for the
     MMA in flight and copy all registers.
     """
     K_BLOCKS: gl.constexpr = cfg.k_blocks_per_stage
     SHARED_SCALES: gl.constexpr = scheme.scales_per_k_block == 1 and scheme.k_tiles_per_scale % K_BLOCKS == 0
-    N64: gl.constexpr = warpgroup * cfg.n64_per_warpgroup
     for b in gl.static_range(K_BLOCKS):
         if b == 0 or not SHARED_SCALES:
-            scales = load_scales(buffers, stage * K_BLOCKS + b, N64, factors, scheme)
-        w = dequant_fragment(buffers, stage * K_BLOCKS + b, N64, scales, scheme, cfg)
+            scales = load_scales(buffers, stage * K_BLOCKS + b, n64, factors, scheme)
+        w = dequant_fragment(buffers, stage * K_BLOCKS + b, n64, scales, scheme, cfg)
         tokens = mma_first(tokens, w, buffers, stage * K_BLOCKS + b, cfg)
         if b > 0 and (b + 1 < K_BLOCKS or cfg.n64_per_warpgroup == 2):
             _w = warpgroup_mma_wait(2 if cfg.tile_m_extra > 0 else 1, deps=[w])
         if cfg.n64_per_warpgroup == 2:
             if b == 0 or not SHARED_SCALES:
-                scales2 = load_scales(buffers, stage * K_BLOCKS + b, N64 + 1, factors, scheme)
-            w2 = dequant_fragment(buffers, stage * K_BLOCKS + b, N64 + 1, scales2, scheme, cfg)
+                scales2 = load_scales(buffers, stage * K_BLOCKS + b, second_n64, factors, scheme)
+            w2 = dequant_fragment(buffers, stage * K_BLOCKS + b, second_n64, scales2, scheme, cfg)
             x = buffers[0].index(stage * K_BLOCKS + b).permute([1, 0])
             tokens = (tokens[0], warpgroup_mma(w2, x, tokens[1], is_async=True))
             if b + 1 < K_BLOCKS:
@@ -385,6 +388,7 @@ def consumer(
     stages_per_tile, _tiles_m, _tiles_n, _num_ctas, whole_tiles, _stream_k_stages = schedule
     _partials_ptr, _flags_ptr, _bias_ptr, alpha_ptr = pointers
     LAST: gl.constexpr = cfg.num_consumer_warpgroups - 1
+    N64: gl.constexpr = warpgroup * cfg.n64_per_warpgroup
     cta = gl.program_id(0)
     u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
     num_stages = whole_tiles * stages_per_tile + (u1 - u0)  # of all of the CTA's work
@@ -406,7 +410,7 @@ def consumer(
             if cfg.pingpong:
                 tokens = mma_stage_pingpong(warpgroup, tokens, buffers, stage, factors, count, num_stages, N, scheme, cfg)
             else:
-                tokens = mma_stage(warpgroup, tokens, buffers, stage, factors, scheme, cfg)
+                tokens = mma_stage(N64, N64 + 1, tokens, buffers, stage, factors, scheme, cfg)
             acc = finish_mma(tokens)
             tokens = start_mma(acc)
             mbarrier.arrive(empty.index(stage), count=1)
