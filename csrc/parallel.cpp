@@ -18,9 +18,11 @@ namespace {
 
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 using GetNumThreads = int (*)();
+using SetNumThreads = void (*)(int);
 
 GompParallel gomp_parallel = nullptr;
 GetNumThreads torch_num_threads = nullptr;
+SetNumThreads set_openmp_team = nullptr;  // omp_set_num_threads: of the calling thread
 int default_threads = 0;   // torch's number when it was found
 int quota_threads = 1024;  // that the cgroup's CPU quota allows
 __thread bool in_parallel_region = false;
@@ -31,6 +33,9 @@ int64_t last_wait_ns = 0;
 int consecutive_waits = 0;
 constexpr int64_t kBarrierWaitNs = 300000, kWaitIntervalNs = 50000000, kContendedNs = 2000000000;
 constexpr int kWaits = 4;
+
+__thread int adapting_scopes = 0;  // of bitline_adapt_threads that the calling thread is in
+__thread int team_before = 0;      // torch's number of threads before it was lowered to one; 0: it was not
 
 struct Job {
   Task task;
@@ -68,9 +73,26 @@ void run_on_openmp(Job& job) {
   if (waits >= kWaits) __atomic_store_n(&contended_until_ns, now + kContendedNs, __ATOMIC_RELAXED);
 }
 
+bool is_contended() { return now_ns() < __atomic_load_n(&contended_until_ns, __ATOMIC_RELAXED); }
+
+void restore_team() {
+  if (team_before != 0 && torch_num_threads() == 1) set_openmp_team(team_before);  // else the caller has set it since
+  team_before = 0;
+}
+
+// In a scope of bitline_adapt_threads: torch's operations between the loops run on the calling thread alone while other processes
+// hold up OpenMP's threads, since each of their barriers waits for a time slice of those. All loops then run on the pool.
+void adapt_team() {
+  const bool lower = adapting_scopes > 0 && is_contended();
+  if (lower == (team_before != 0)) return;
+  if (!lower) return restore_team();
+  team_before = torch_num_threads();
+  set_openmp_team(1);
+}
+
 bool prefers_pool(int count, bool brief) {
   if (gomp_parallel == nullptr || count != torch_num_threads()) return true;
-  return brief && now_ns() < __atomic_load_n(&contended_until_ns, __ATOMIC_RELAXED);
+  return brief && is_contended();
 }
 
 // CPUs that a cgroup's quota is worth, rounded up; 0: no limit or no such file. v2: "quota period" or "max period".
@@ -115,7 +137,8 @@ void run_on_spawned_threads(Job& job, int count) {
 }  // namespace
 
 int num_threads() {
-  const int count = torch_num_threads == nullptr ? 1 : torch_num_threads();
+  int count = torch_num_threads == nullptr ? 1 : torch_num_threads();
+  if (count == 1 && team_before != 0) count = team_before;
   if (count == default_threads && count > quota_threads) return quota_threads;
   return count < 1 ? 1 : count;
 }
@@ -129,6 +152,7 @@ void run_tasks(int64_t n, Task task, void* context, bool brief) {
     for (int64_t i = 0; i < n; ++i) task(context, i);
     return;
   }
+  if (set_openmp_team != nullptr) adapt_team();
   if (prefers_pool(count, brief)) {
     in_parallel_region = true;
     const bool done = run_on_pool(count, n, task, context);
@@ -150,15 +174,30 @@ BITLINE_EXPORT int bitline_bind_torch_threads(const char* torch_library) {
   void* torch = dlopen(torch_library, RTLD_NOW | RTLD_NOLOAD);
   if (torch == nullptr) return 0;
   torch_num_threads = reinterpret_cast<GetNumThreads>(dlsym(torch, "_ZN2at15get_num_threadsEv"));  // int at::get_num_threads()
-  void* symbol = dlsym(RTLD_DEFAULT, "GOMP_parallel");  // the order in which torch's own calls were bound
-  if (symbol == nullptr) symbol = dlsym(torch, "GOMP_parallel");
-  gomp_parallel = reinterpret_cast<GompParallel>(symbol);
+  const auto find = [&](const char* name) {
+    void* symbol = dlsym(RTLD_DEFAULT, name);  // the order in which torch's own calls were bound
+    return symbol == nullptr ? dlsym(torch, name) : symbol;
+  };
+  gomp_parallel = reinterpret_cast<GompParallel>(find("GOMP_parallel"));
+  if (gomp_parallel != nullptr) set_openmp_team = reinterpret_cast<SetNumThreads>(find("omp_set_num_threads"));
   default_threads = torch_num_threads == nullptr ? 0 : torch_num_threads();
   quota_threads = cgroup_quota();
   return torch_num_threads == nullptr ? 0 : gomp_parallel == nullptr ? 1 : 2;
 }
 
 BITLINE_EXPORT int bitline_num_threads() { return num_threads(); }
+
+// begin: 1 at the start of a scope, 0 at its end, on the same thread. In a scope torch's number of threads is one while other processes
+// hold up its threads (adapt_team), and what it was before again behind it.
+BITLINE_EXPORT void bitline_adapt_threads(int begin) {
+  adapting_scopes += begin ? 1 : -1;
+  if (adapting_scopes == 0) restore_team();
+}
+
+// For tests: loops of the next `ns` nanoseconds take it that other processes hold up OpenMP's threads; 0: that none do.
+BITLINE_EXPORT void bitline_pretend_contended(int64_t ns) {
+  __atomic_store_n(&contended_until_ns, now_ns() + ns, __ATOMIC_RELAXED);
+}
 
 // For benchmarks of fork/join overhead: `regions` parallel loops of `tasks` empty tasks.
 BITLINE_EXPORT void bitline_empty_parallel_regions(int64_t regions, int64_t tasks) {

@@ -37,7 +37,7 @@ SHAPES = ((1, 1), (3, 17), (16, 16), (33, 150), (65, 130), (129, 257))
 THREADS = (1, 3)
 # Calls that compute no tensor; `set_isa` and `register_torch_op` are made by native.use_isa and by packing a weight.
 WITHOUT_OUTPUT = {"abi", "isa", "isa_supported", "set_isa", "bind_torch_threads", "num_threads", "empty_parallel_regions",
-                  "pool_loops", "register_torch_op"}  # fmt: skip
+                  "pool_loops", "adapt_threads", "pretend_contended", "register_torch_op"}  # fmt: skip
 
 
 def random_int32(*shape: int) -> Tensor:

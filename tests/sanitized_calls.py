@@ -296,6 +296,8 @@ def main() -> None:
     core.abi(), core.bind_torch_threads(core.torch_library), core.num_threads(), core.isa_supported()
     core.empty_parallel_regions(3, 5)
     assert core.pool_loops(200, 7, 3) <= 0
+    core.adapt_threads(1), core.pretend_contended(10**9), core.empty_parallel_regions(3, 5)
+    core.adapt_threads(0), core.pretend_contended(0)
     for size in (1, 5000, (4 << 20) + 17, (9 << 20) + 4095):
         region = empty(size, dtype=torch.uint8)
         core.prefault_pages(region.data_ptr(), size)

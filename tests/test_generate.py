@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tiny
+from bitline import native
 from bitline.errors import InputError
 from bitline.model import generate as module
 
@@ -82,3 +83,26 @@ def test_nonfinite_logits(bad):
     model.lm_head.weight.data[7] = bad
     with pytest.raises(InputError, match="NaN or infinite"):
         module.generate(model, IdTokenizer(), IDS, max_new_tokens=3)
+
+
+@pytest.mark.skipif(native.core() is None or native.core().threads_from != 2, reason="torch's OpenMP threads and a native core")
+def test_torch_runs_alone_while_its_threads_are_held_up():
+    """Generation is a scope of `native.adapted_threads`: a busy machine lowers torch's number of threads in it only."""
+    core, model, seen = native.core(), tiny.llama(), []
+
+    def as_on_a_busy_machine(*_):
+        core.pretend_contended(10**12)
+        core.empty_parallel_regions(1, 4)
+        seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    quiet = module.generate(model, IdTokenizer(), IDS, max_new_tokens=4, stop=False)
+    torch.set_num_threads(2)
+    try:
+        with model.register_forward_pre_hook(as_on_a_busy_machine):
+            busy = module.generate(model, IdTokenizer(), IDS, max_new_tokens=4, stop=False)
+        assert torch.get_num_threads() == 2
+    finally:
+        core.pretend_contended(0)
+        torch.set_num_threads(before)
+    assert seen == [1] * 4 and busy.token_ids == quiet.token_ids

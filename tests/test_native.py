@@ -128,6 +128,52 @@ def test_the_pool_serves_one_caller_at_a_time():
     assert max(wrong) == 0  # a caller whose loops were all refused returns -1
 
 
+@pytest.fixture
+def three_threads():
+    """torch with three threads; the machine counts as quiet behind it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    core.pretend_contended(0)
+    torch.set_num_threads(before)
+
+
+def teams_while_contended(contended: bool) -> tuple[int, int]:
+    """torch's and the core's numbers of threads after a loop."""
+    core.pretend_contended(10**12 if contended else 0)
+    core.empty_parallel_regions(1, 4)
+    return torch.get_num_threads(), core.num_threads()
+
+
+@needs_core
+@on_linux
+@pytest.mark.skipif(core is not None and core.threads_from != 2, reason="torch has no OpenMP threads")
+def test_torch_runs_alone_in_a_scope_while_its_threads_are_held_up(three_threads):
+    assert teams_while_contended(True) == (3, 3)  # no scope
+    with native.adapted_threads():
+        assert teams_while_contended(True) == (1, 3)
+        assert teams_while_contended(False) == (3, 3)
+        with native.adapted_threads():
+            assert teams_while_contended(True) == (1, 3)
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 3
+    with pytest.raises(ZeroDivisionError), native.adapted_threads():
+        assert teams_while_contended(True) == (1, 3)
+        _ = 1 // 0
+    assert torch.get_num_threads() == 3
+
+
+@needs_core
+@on_linux
+@pytest.mark.skipif(core is not None and core.threads_from != 2, reason="torch has no OpenMP threads")
+def test_a_scope_keeps_a_number_of_threads_that_its_caller_sets(three_threads):
+    with native.adapted_threads():
+        assert teams_while_contended(True) == (1, 3)
+        torch.set_num_threads(2)
+        assert teams_while_contended(False) == (2, 2)
+    assert torch.get_num_threads() == 2
+
+
 @needs_core
 @on_linux
 def test_a_forked_process_has_a_pool_of_its_own():

@@ -7,9 +7,11 @@ level. Its functions run on torch's own threads and never allocate a tensor. doc
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from bitline.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ABI = 5  # bitline_abi() in csrc/isa.cpp
+ABI = 6  # bitline_abi() in csrc/isa.cpp
 LEVELS = ("portable", "avx2", "avx512", "amx", "avx_vnni", "neon", "neon_i8mm")
 THREADS = (
     "none: torch's threads were not found",
@@ -31,7 +33,7 @@ THREADS = (
 SIGNATURES = {
     "bitline_abi": "i", "bitline_isa": "i", "bitline_isa_supported": "i", "bitline_set_isa": "ii",
     "bitline_bind_torch_threads": "is", "bitline_num_threads": "i", "bitline_empty_parallel_regions": "vll",
-    "bitline_pool_loops": "llli",
+    "bitline_pool_loops": "llli", "bitline_adapt_threads": "vi", "bitline_pretend_contended": "vl",
     "bitline_prefault_pages": "vpl", "bitline_all_finite": "ipliu",
     "bitline_unpack_codes": "vplllip", "bitline_pack_codes": "vplllip", "bitline_take_columns": "ipllliplp",
     "bitline_repack_gptq": "vplllpl", "bitline_repack_gptq_permuted": "iplplilpl", "bitline_repack_awq": "vplllpl",
@@ -175,6 +177,21 @@ def core_for(*tensors: Tensor) -> Core | None:
         if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or (tensor.dim() and tensor.stride(-1) != 1):
             return None
     return None if torch.compiler.is_compiling() else core()
+
+
+@contextlib.contextmanager
+def adapted_threads() -> Iterator[None]:
+    """A scope of calls of a model. While other processes hold up torch's threads, its operations run on the calling thread alone
+    and the core's loops on threads of its own; `torch.get_num_threads()` is 1 meanwhile, and as before behind the scope."""
+    found = core()
+    if found is None:
+        yield
+        return
+    found.adapt_threads(1)
+    try:
+        yield
+    finally:
+        found.adapt_threads(0)
 
 
 def all_finite(x: Tensor) -> bool | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bitline import native
 from bitline.errors import InputError
 from bitline.model.verify import find_overflow
 
@@ -69,7 +70,7 @@ def generate(
     device = next(b.device for b in model.buffers() if b.device.type != "meta")
     ids = ids.to(device)
     started = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), native.adapted_threads():
         if sampling is None and _is_plain_greedy(model):
             new = _greedy(model, ids, max_new_tokens, _eos_tokens(model), streamer, stop)
         else:
