@@ -47,10 +47,10 @@ class ExpertRecords:
         self.parameters[place.parameter][key] = record
         self.parts[place.parameter] = place.parts
 
-    def records(self) -> Iterator[LayerRecord]:
-        """All of them."""
+    def records(self, experts: range | None = None) -> Iterator[LayerRecord]:
+        """All of them, or those of the experts of these numbers."""
         for matrices in self.parameters.values():
-            yield from matrices.values()
+            yield from (record for (expert, _), record in matrices.items() if experts is None or expert in experts)
 
 
 class ExpertLoader:
