@@ -222,8 +222,9 @@ class ExpertLoader:
         """A projection that the checkpoint stores unquantized, as linear layers of transformers' parameter."""
         stacked = self.shell._parameters[name].detach()
         if self.own is not None:  # copies, which do not keep the other ranks' experts in memory
-            stacked = stacked[self.own.start : self.own.stop].clone()
-            bias = None if bias is None else bias.detach()[self.own.start : self.own.stop].clone()
+            own = slice(self.own.start, self.own.stop, self.own.step)
+            stacked = stacked[own].clone()
+            bias = None if bias is None else bias.detach()[own].clone()
         layers = nn.ModuleList()
         for e in range(stacked.shape[0]):
             weight = stacked[e].t() if self.transposed else stacked[e]

@@ -17,18 +17,30 @@ from bitline.model.expert_names import DOWN_NAME, ExpertPlace
 from bitline.model.meta_model import check_config_sizes, make_config, make_meta_model
 from bitline.model.tensor_parallel import ParallelPlan
 from bitline.model.weight_loader import WeightLoader
-from bitline.parallel.cuts import Cut
+from bitline.parallel.cuts import Cut, ExpertRange, expert_range
 from bitline.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
 class OneRank:
-    """A rank without a process group: what `ParallelPlan` asks of one to plan cuts. It exchanges nothing."""
+    """A rank without a process group: what `ParallelPlan` asks of one to plan cuts. It exchanges nothing.
+
+    experts: this rank's, where an engine places them.
+    """
 
     rank: int
     world: int
     exact_activation_scales: bool = True
     expert_parallel: bool = False
+    experts: ExpertRange | None = None
+
+    def expert_range(self, total: int) -> ExpertRange:
+        """This rank's experts of a module of so many; an InputError for more ranks than experts, or an engine's other total."""
+        if self.experts is None:
+            return expert_range(total, self.rank, self.world)
+        if self.experts.total != total:
+            raise InputError("the engine's model has another number of experts", found=self.experts.total, expected=total)
+        return self.experts
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bitline import env
 from bitline.errors import BitlineError, InputError
+from bitline.parallel.cuts import ExpertRange, expert_range
 from bitline.parallel.one_shot import OneShotSum, open_one_shot
 from bitline.parallel.shared_memory import SharedGather, open_shared_gather
 
@@ -79,6 +80,10 @@ class TensorParallel:
             tp = None
         group = tp if isinstance(tp, TensorParallel) else cls(tp, expert_parallel=expert_parallel)
         return group if group.world > 1 else None
+
+    def expert_range(self, total: int) -> ExpertRange:
+        """This rank's experts of a module of so many; an InputError for more ranks than experts."""
+        return expert_range(total, self.rank, self.world)
 
     def prepare(self, device: torch.device) -> None:
         """Share memory between ranks where they can. All ranks call it, before they capture a CUDA graph."""
