@@ -58,6 +58,11 @@ def test_a_compiled_model_gives_the_same_tokens(name, checkpoint):
     assert served(path, quantization="bitline", enforce_eager=False) == expected(path)
 
 
+def test_a_compiled_model_with_latent_attention_is_refused(checkpoint):
+    with pytest.raises(InputError, match=r"wrong tokens on a CPU.*o_proj.*enforce_eager=True"):
+        served(checkpoint("deepseek gptq"), quantization="bitline", enforce_eager=False)
+
+
 @pytest.mark.parametrize("name", ["qwen3 gptq act-order", "gpt-oss mxfp4"])
 def test_two_ranks_give_the_same_tokens(name, checkpoint, monkeypatch):
     """Channels of act-order experts are cut, and biases and rows of gate and up that alternate."""
