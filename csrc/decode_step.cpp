@@ -7,7 +7,6 @@
 #include "scratch.h"
 
 namespace bitline {
-namespace {
 
 const DecodeKernels& decode_kernels() {
   static constexpr const DecodeKernels* by_level[kNumLevels] = {&portable::decode_kernels,
@@ -15,6 +14,8 @@ const DecodeKernels& decode_kernels() {
                                                                 BITLINE_AVX512_KERNELS(&avx512::decode_kernels), nullptr};
   return dispatch(by_level);
 }
+
+namespace {
 
 __thread Scratch op_scratch, layer_scratch;  // of one operation; a layer's intermediate vectors
 
@@ -96,8 +97,8 @@ BITLINE_EXPORT int bitline_gemv_bf16(const uint16_t* x, const uint16_t* w, uint1
 }
 
 // One token through a decoder layer: norm, attention and o_proj, norm, gated MLP, with both residual connections. Returns 0;
-// -2: no memory; -3: no kernel at this ISA level; -4: the weights are not of these sizes. On errors y and `position` of the KV
-// cache are garbage.
+// -2: no memory; -3: no kernel at this ISA level; -4: the weights are not of these sizes; -5: another rank is lost, or an error
+// came after ranks had exchanged something. On errors y and `position` of the KV cache are garbage.
 BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double input_epsilon, double post_attention_epsilon,
                                         double qk_epsilon) {
   const DecoderLayer& l = *static_cast<const DecoderLayer*>(layer);
@@ -106,7 +107,7 @@ BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double 
   const int64_t kv_size = l.kv_heads * l.head_dim;
   if (!has_shape(l.q, q_size, hidden) || !has_shape(l.k, kv_size, hidden) || !has_shape(l.v, kv_size, hidden) ||
       !has_shape(l.o, hidden, q_size) || !has_shape(l.gate, intermediate, hidden) || !has_shape(l.up, intermediate, hidden) ||
-      !has_shape(l.down, hidden, intermediate))
+      !has_shape(l.down, hidden, intermediate) || (l.ranks != nullptr && hidden * 2 > l.ranks->capacity))
     return -4;
   const size_t count = size_t(2 * q_size + 2 * kv_size + 2 * hidden + 3 * intermediate);
   uint16_t* qkv = static_cast<uint16_t*>(reserve(layer_scratch, count * 2));
@@ -125,13 +126,16 @@ BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double 
     return failed;
   uint16_t* projected = normed;
   if (const int failed = bitline_gemm(attended, 1, l.o, l.o_bias, projected, kBFloat16)) return failed;
+  if (l.ranks != nullptr && bitline_ranks_sum(l.ranks, projected, hidden, kBFloat16, projected, kBFloat16)) return kLost;
+  const auto error = [&](int code) { return l.ranks == nullptr ? code : kLost; };  // the other ranks go on
   kernels.add(l.x, projected, residual, hidden);
   kernels.rms_norm(residual, l.post_attention_norm, normed, hidden, float(post_attention_epsilon));
   if (const int failed = bitline_fused_gemv(normed, hidden, l.gate, l.gate_bias, l.up, l.up_bias, nullptr, nullptr, gate_up,
                                             kBFloat16))
-    return failed;
+    return error(failed);
   kernels.silu_and_mul(gate_up, gate_up + intermediate, activated, intermediate);
-  if (const int failed = bitline_gemm(activated, 1, l.down, l.down_bias, projected, kBFloat16)) return failed;
+  if (const int failed = bitline_gemm(activated, 1, l.down, l.down_bias, projected, kBFloat16)) return error(failed);
+  if (l.ranks != nullptr && bitline_ranks_sum(l.ranks, projected, hidden, kBFloat16, projected, kBFloat16)) return kLost;
   kernels.add(residual, projected, l.y, hidden);
   return 0;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "isa.h"
+#include "ranks.h"
 
 namespace bitline {
 
@@ -23,8 +24,9 @@ struct DecoderLayer {
   uint16_t *keys, *values;  // of the KV cache, [kv_heads][capacity][head_dim]; the token's are written to `position`
   const void *q, *q_bias, *k, *k_bias, *v, *v_bias, *o, *o_bias, *gate, *gate_bias, *up, *up_bias, *down, *down_bias;
   int64_t hidden, kv_heads, q_per_kv, head_dim, capacity, position, intermediate;
+  Ranks* ranks;  // heads and intermediate channels are this rank's, and o and down are summed over ranks; null: whole layers
 };
-static_assert(sizeof(DecoderLayer) == 31 * 8);
+static_assert(sizeof(DecoderLayer) == 32 * 8);
 
 // KV positions of a split: fixed, so that the split-KV reduction is the same for any number of threads.
 constexpr int64_t kKvSplit = 128;
@@ -47,7 +49,12 @@ struct DecodeKernels {
   void (*bf16_to_f32)(const uint16_t* x, float* y, int64_t n);
   // y[begin, end) = rows of w [n, k] times x
   void (*gemv)(const float* x, const uint16_t* w, int64_t k, int64_t begin, int64_t end, uint16_t* y);
+  // y[begin, end) = the sum of `count` vectors, `stride` bytes apart, one after the other in float32, rounded once. from_bf16,
+  // to_bf16: whether the vectors and y are bfloat16, else float32.
+  void (*sum_parts)(const uint8_t* parts, int64_t stride, int64_t count, void* y, int64_t begin, int64_t end, bool from_bf16,
+                    bool to_bf16);
 };
+const DecodeKernels& decode_kernels();  // of the ISA level in use
 
 namespace portable { extern const DecodeKernels decode_kernels; }
 BITLINE_AVX2(namespace avx2 { extern const DecodeKernels decode_kernels; })

@@ -4,6 +4,7 @@
 
 #include "clock.h"
 #include "isa.h"
+#include "pause.h"
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -35,14 +36,6 @@ struct Pool {
   int started;
 };
 Pool pool;
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
 
 void futex_wait(uint32_t* at, uint32_t while_value) {
   const timespec limit{0, 50000000};  // a lost wake-up would cost 50 ms, not a hang

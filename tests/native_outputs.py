@@ -224,7 +224,7 @@ def decode_layer(core: native.Core) -> Iterator[Case]:
             kind = (types.uint4b8, types.int8)[n % 2]
             tensors += CPUWNA16LinearKernel.pack(random_weight(LinearSpec(n, k, kind, (1, k)), n))["weight"], None
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        layer = (ctypes.c_int64 * 31)(*addresses, hidden, kv_heads, repeat, dim, 130, 129, intermediate)
+        layer = (ctypes.c_int64 * 32)(*addresses, hidden, kv_heads, repeat, dim, 130, 129, intermediate, 0)
         assert core.decode_layer(ctypes.addressof(layer), 0.2, 1e-6, 1e-6, 1e-6) == 0
         yield f"decode_layer {hidden}", torch.cat((y, cache.flatten()))
 

@@ -26,6 +26,7 @@ from bitline.formats.gguf.ggml_types import BLOCK_SIZES
 from bitline.kernels.cpu.native_linear import OP
 from bitline.kernels.cpu.native_linear import CPUWNA16LinearKernel as Kernel
 from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
+from bitline.parallel.shared_memory import LINE, _View, _Waits, size_of
 from bitline.testing import check
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import inputs, random_spec, random_weight
@@ -271,9 +272,37 @@ def decode_layers(r: random.Random) -> None:
             tensors += guarded(Kernel.pack(weight)["weight"]), None if weight.bias is None else guarded(weight.bias.bfloat16())
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         sizes = (hidden, kv_heads, q_per_kv, dim, capacity)
-        for more, expected in (((capacity - 1, intermediate), 0), ((0, intermediate + 1), -4)):
-            layer = (ctypes.c_int64 * 31)(*addresses, *sizes, *more)
+        one_rank, small = shared(1, 2 * hidden), shared(1, 2 * hidden - 2)
+        at = ctypes.addressof
+        for more, expected in (((capacity - 1, intermediate, 0), 0), ((0, intermediate + 1, 0), -4),
+                               ((0, intermediate, at(one_rank)), 0), ((0, intermediate, at(small)), -4)):  # fmt: skip
+            layer = (ctypes.c_int64 * 32)(*addresses, *sizes, *more)
             assert native.core().decode_layer(ctypes.addressof(layer), 0.2, 1e-6, 1e-6, 1e-6) == expected
+
+
+def shared(world: int, capacity: int, rank: int = 0) -> _View:
+    """What ranks exchange through memory of their own; the other ranks have come here once already."""
+    memory = empty(size_of(world, capacity), dtype=torch.uint8).zero_()
+    memory[: world * LINE].view(torch.int64)[:: LINE // 8] = 1 << 40
+    view = _View(memory.data_ptr(), rank, world, capacity, 0, _Waits(lambda _rank: 1))
+    view.memory_of = memory
+    return view
+
+
+def exchanges(r: random.Random) -> None:
+    """Gathers and sums of ranks."""
+    core = native.core()
+    for n in (*SIZES, 20000):
+        world = r.randrange(1, 4)
+        for dtype, code in ((torch.float32, 0), (torch.bfloat16, 2)):
+            view = shared(world, n * dtype.itemsize, r.randrange(world))
+            x = guarded(torch.randn(n).to(dtype))
+            gathered, y = empty(world, n, dtype=dtype), empty(n, dtype=torch.bfloat16)
+            assert core.ranks_gather(ctypes.addressof(view), x.data_ptr(), x.nbytes, gathered.data_ptr()) == 0
+            assert torch.equal(gathered[view.rank], x)
+            assert core.ranks_sum(ctypes.addressof(view), x.data_ptr(), n, code, y.data_ptr(), 2) == 0
+            assert torch.equal(y, x.bfloat16())
+            assert core.ranks_gather(ctypes.addressof(view), x.data_ptr(), x.nbytes + 1, gathered.data_ptr()) == -4
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
@@ -314,6 +343,7 @@ def main() -> None:
             gguf(r)
             int4pack(r)
             decode_ops(r)
+            exchanges(r)
             if level != "portable":
                 linear(r)
                 fused_gemv(r)

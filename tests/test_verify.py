@@ -103,7 +103,8 @@ def test_a_wide_layer_is_compared_as_a_whole(tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [("--kernel", "ReferenceLinearKernel", "--all-kernels"), ("--sample", "0"), ("--tp", "0"), ("--m", "none"),
+    [("--kernel", "ReferenceLinearKernel", "--all-kernels"), ("--sample", "0"), ("--tp", "0"), ("--expert-parallel",),
+     ("--m", "none"),
      ("--kernel", "NoSuchKernel"), ("--dtype", "int8")],
 )  # fmt: skip
 def test_a_wrong_command_line(folder, words):

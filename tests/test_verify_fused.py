@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import shutil
 
 import pytest
 import torch
@@ -201,6 +202,24 @@ def test_a_call_that_takes_other_experts(moe, experts_kernel):
     report = verify(moe, "--m", 2, "--kernel", experts_kernel, code=1)
     assert sorted(report["failed"]) == EXPERTS and all(c["ok"] for c in report["checks"])
     assert all(c["kernel"] == experts_kernel for c in report["fused"])
+
+
+def test_the_experts_of_each_rank(moe, experts_kernel):
+    ok = verify(moe, "--m", 2, "--tp", 2, "--expert-parallel")
+    assert ok["ok"] and {(c["layer"], c["rank"]) for c in ok["fused"]} == {(name, rank) for name in EXPERTS for rank in (0, 1)}
+    found = verify(moe, "--m", 2, "--tp", 2, "--expert-parallel", "--kernel", experts_kernel, code=1)
+    assert {(c["layer"], c["rank"]) for c in found["fused"] if not c["ok"]} == {(c["layer"], c["rank"]) for c in ok["fused"]}
+    assert verify(moe, "--m", 2, "--tp", 2)["fused"] == []
+
+
+def test_experts_of_a_rank_that_failed_are_skipped_on_that_rank_alone(moe, tmp_path):
+    path = tmp_path / "moe"
+    shutil.copytree(moe, path)
+    layer = f"{EXPERTS[1]}.5.up_proj"
+    rewrite(path, lambda tensors: tensors[f"{layer}.weight_scale"].__setitem__((0, 0), torch.nan))
+    report = verify(path, "--m", 1, "--tp", 2, "--expert-parallel", code=1)
+    assert report["failed"] == [layer] and report["skipped"] == [{"layer": EXPERTS[1], "reason": f"{layer} in it failed"}]
+    assert {(c["layer"], c["rank"]) for c in report["fused"]} == {(EXPERTS[0], 0), (EXPERTS[0], 1), (EXPERTS[1], 0)}
 
 
 def test_a_call_that_raises(moe, monkeypatch):

@@ -170,8 +170,36 @@ void gemv(const float* x, const uint16_t* w, int64_t k, int64_t begin, int64_t e
   }
 }
 
+inline F32x16 load(const float* p, int64_t count) {
+  if (count >= kLanes) return load(p);
+  F32x16 f = {};
+  memcpy(&f, p, size_t(count) * 4);
+  return f;
+}
+inline void store(float* p, F32x16 f, int64_t count) { memcpy(p, &f, size_t(count < kLanes ? count : kLanes) * 4); }
+
+template <class From, class To>
+void sum_parts_of(const uint8_t* parts, int64_t stride, int64_t count, To* y, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i += kLanes) {
+    F32x16 total = load(reinterpret_cast<const From*>(parts) + i, end - i);
+    for (int64_t part = 1; part < count; ++part) total += load(reinterpret_cast<const From*>(parts + part * stride) + i, end - i);
+    store(y + i, total, end - i);
+  }
+}
+
+void sum_parts(const uint8_t* parts, int64_t stride, int64_t count, void* y, int64_t begin, int64_t end, bool from_bf16,
+               bool to_bf16) {
+  uint16_t* y_bf16 = static_cast<uint16_t*>(y);
+  float* y_f32 = static_cast<float*>(y);
+  if (from_bf16 && to_bf16) sum_parts_of<uint16_t>(parts, stride, count, y_bf16, begin, end);
+  else if (from_bf16) sum_parts_of<uint16_t>(parts, stride, count, y_f32, begin, end);
+  else if (to_bf16) sum_parts_of<float>(parts, stride, count, y_bf16, begin, end);
+  else sum_parts_of<float>(parts, stride, count, y_f32, begin, end);
+}
+
 }  // namespace
 
-extern const DecodeKernels decode_kernels = {rms_norm, silu_and_mul, add, rope, attend_split, reduce_splits, bf16_to_f32, gemv};
+extern const DecodeKernels decode_kernels = {rms_norm,      silu_and_mul, add,  rope,     attend_split,
+                                             reduce_splits, bf16_to_f32,  gemv, sum_parts};
 
 }  // namespace bitline::BITLINE_ISA

@@ -45,6 +45,7 @@ SIGNATURES = {
     "bitline_experts": "ipdd",
     "bitline_rms_norm": "vppplld", "bitline_silu_and_mul": "vpppl", "bitline_gemv_bf16": "ipppll",
     "bitline_decode_attention": "ippppppllllld", "bitline_decode_layer": "ipdddd",
+    "bitline_ranks_gather": "ipplp", "bitline_ranks_sum": "ipplipi",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32, "d": ctypes.c_double,

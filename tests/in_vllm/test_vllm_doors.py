@@ -36,7 +36,7 @@ def test_a_door_exists(module, name):
 CONSTRUCTORS = {
     "mp": ("c", "w_q_param_name", "w_s_param_name", "w_zp_param_name"), "int8": ("c", "layer_param_names"),
     "fp8": ("c", "layer_param_names"), "fp8_a16": ("c", "layer_param_names"), "fp8_block": ("config",), "nvfp4": ("config",),
-    "mxfp4": ("config",), "mxfp8": ("c",),
+    "mxfp4": ("config",), "mxfp6": ("config",), "mxfp8": ("c",),
 }  # fmt: skip
 
 
@@ -57,6 +57,7 @@ FIELDS = {
     "Int8ScaledMMLinearLayerConfig": {"is_static_input_scheme", "is_channelwise", "input_symmetric"},
     "FP8ScaledMMLinearLayerConfig": {"weight_quant_key", "activation_quant_key", "weight_shape", "input_dtype", "out_dtype"},
     "NvFp4LinearLayerConfig": set(), "MxFp4LinearLayerConfig": {"activation_quant_key"},
+    "MxFp6LinearLayerConfig": {"weight_quant_key", "activation_quant_key"},
     "Mxfp8LinearLayerConfig": {"weight_shape", "bmm_batch_size"},
 }  # fmt: skip
 

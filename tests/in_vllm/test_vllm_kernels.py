@@ -14,7 +14,8 @@ from engine import engine, expected, generate, regret, served
 FLOAT32 = ("ct-w4a16", "ct-w8a8", "ct-fp8", "ct-w8a16", "ct-mxfp4", "ct-mxfp8", "ct-nvfp4a4")
 # In bfloat16 other sums give other tokens where two are close: how close, in standard deviations of the logits. FP8 codes of
 # activations flip with the last bit of a sum: inputs off by 1e-3 move this model's logits by half a deviation.
-BFLOAT16 = {"gptq": 0.1, "gptq-bias": 0.1, "awq": 0.1, "fp8-block": 0.5}
+BFLOAT16 = {"gptq": 0.1, "gptq-bias": 0.1, "awq": 0.1, "fp8-block": 0.5, "quark-mxfp6": 0.1, "quark-mxfp6-e2m3": 0.1,
+            "quark-mxfp6-activations": 0.5}  # fmt: skip
 
 
 def used_kernels(worker):

@@ -7,14 +7,16 @@ import pytest
 
 pytest.importorskip("vllm.engine.arg_utils")
 
+import torch
 import vllm_moe_models
 from engine import engine, expected, generate, regret, rewritten, served
 from vllm.model_executor.layers.fused_moe import MoEActivation
 
-from bitline.errors import BitlineError, CheckpointError
+from bitline.errors import BitlineError, CheckpointError, InputError
 from bitline.expert_gate import ExpertGate
 from bitline.experts import ExpertStack
-from bitline.vllm.experts import BitlineExpertsMethod
+from bitline.parallel.cuts import ExpertRange
+from bitline.vllm.experts import BitlineExpertsMethod, experts_of_map
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,6 +56,11 @@ def test_a_compiled_model_gives_the_same_tokens(name, checkpoint):
     """The first layer's experts are one operator; those of the second have gate and up apart, and run one by one."""
     path = checkpoint(name)
     assert served(path, quantization="bitline", enforce_eager=False) == expected(path)
+
+
+def test_a_compiled_model_with_latent_attention_is_refused(checkpoint):
+    with pytest.raises(InputError, match=r"wrong tokens on a CPU.*o_proj.*enforce_eager=True"):
+        served(checkpoint("deepseek gptq"), quantization="bitline", enforce_eager=False)
 
 
 @pytest.mark.parametrize("name", ["qwen3 gptq act-order", "gpt-oss mxfp4"])
@@ -115,23 +122,82 @@ def test_experts_of_a_layer_that_the_model_does_not_have_are_an_error(checkpoint
         served(rewritten(checkpoint("qwen3 gptq"), tmp_path / "x", add), quantization="bitline")
 
 
-def test_expert_parallelism_is_refused(checkpoint, monkeypatch, capfd):
+# Experts in one operator, one by one, with biases, with shared ones.
+@pytest.mark.parametrize("name", ["qwen3 gptq", "qwen3 gptq act-order of gate and up", "gpt-oss mxfp4", "deepseek gptq"])
+def test_two_ranks_with_whole_experts_give_the_same_tokens(name, checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": True}
-    with pytest.raises(Exception, match="initialization failed"):
-        served(checkpoint("qwen3 gptq"), quantization="bitline", **options)
-    assert "quantization='bitline' does not spread experts over ranks" in "".join(capfd.readouterr())
+    path = checkpoint(name)
+    with engine(path, quantization="bitline", **BY_EXPERT) as llm:
+        assert generate(llm) == expected(path)
+        held = llm.collective_rpc(own_experts)
+    total = len(held[0][0]) + len(held[1][0])
+    assert held[0] and all(a == [*range(total // 2)] and b == [*range(total // 2, total)] for a, b in zip(*held, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mixtral pack-quantized", "qwen3 gptq act-order of gate and up"])
+def test_a_compiled_model_with_whole_experts_gives_the_same_tokens(name, checkpoint, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    path = checkpoint(name)
+    assert served(path, quantization="bitline", enforce_eager=False, **BY_EXPERT) == expected(path)
+
+
+def test_whole_experts_that_are_placed_in_turn(checkpoint, monkeypatch):
+    """DeepSeek has groups of experts, without which vLLM does not place them so."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    path = checkpoint("deepseek gptq")
+    with engine(path, quantization="bitline", expert_placement_strategy="round_robin", **BY_EXPERT) as llm:
+        assert generate(llm) == expected(path)
+        first, second = llm.collective_rpc(own_experts)
+    assert first and all(a == [*range(0, 8, 2)] and b == [*range(1, 8, 2)] for a, b in zip(first, second, strict=True))
+
+
+BY_EXPERT = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": True}
+
+
+def own_experts(worker):
+    """The numbers of this rank's experts in each layer, of which it has packed as many."""
+    layers = [m for m in worker.model_runner.model.modules() if hasattr(m, "bitline_experts")]
+    found = [(m.expert_map >= 0).nonzero().view(-1).tolist() for m in layers]
+    assert [m.bitline_experts[0].num_experts for m in layers] == [len(numbers) for numbers in found]
+    return found
+
+
+@pytest.mark.parametrize(("numbers", "found"), [
+    ([0, 1, -1, -1, -1], range(2)), ([-1, -1, 0, 1, 2], range(2, 5)), ([-1, 0, -1, 1, -1], range(1, 5, 2)),
+    ([-1, -1, 0], range(2, 3)), ([-1, -1], range(0)),
+])  # fmt: skip
+def test_experts_by_vllms_map(numbers, found):
+    own = experts_of_map(torch.tensor(numbers, dtype=torch.int32))
+    assert [*own.numbers()] == [*found] and (len(own), own.total) == (len(found), len(numbers))
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, -1, 2], [1, 0, -1]])
+def test_experts_in_another_order_are_refused(numbers):
+    with pytest.raises(InputError, match="places experts in another order"):
+        experts_of_map(torch.tensor(numbers, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("own", "all2all", "found"), [
+    (ExpertRange(0, 0, 3), False, "more ranks than experts.*at most 3"),
+    (ExpertRange(0, 2, 4), True, "does not exchange tokens between ranks"),
+])  # fmt: skip
+def test_expert_parallelism_that_is_refused(own, all2all, found, tmp_path):
+    method = BitlineExpertsMethod.__new__(BitlineExpertsMethod)
+    method.weights, method.name, method.own = SimpleNamespace(path=tmp_path), "model.layers.0.mlp.experts", own
+    method.moe = SimpleNamespace(ep_size=4, moe_parallel_config=SimpleNamespace(use_all2all_kernels=all2all))
+    with pytest.raises(InputError, match=found):
+        method.create_weights(SimpleNamespace(apply_router_weight_on_input=False))
 
 
 @pytest.mark.parametrize("change, found", [
     ({"activation": MoEActivation.GELU}, "6 experts with gelu"), ({"swiglu_limit": 7.0}, "swiglu_limit=7.0"),
-    ({"global_num_experts": 8}, "8 experts with silu"),
+    ({"local_num_experts": 8}, "8 experts with silu"),
 ])  # fmt: skip
 def test_experts_that_differ_from_vllms_are_refused(change, found, tmp_path):
     method = BitlineExpertsMethod.__new__(BitlineExpertsMethod)
     method.weights, method.name = SimpleNamespace(path=tmp_path), "model.layers.0.mlp.experts"
     experts = SimpleNamespace(num_experts=6, gate=ExpertGate("silu"))
-    layer = SimpleNamespace(activation=MoEActivation.SILU, swiglu_limit=None, global_num_experts=6)
+    layer = SimpleNamespace(activation=MoEActivation.SILU, swiglu_limit=None, local_num_experts=6)
     method._check_same(layer, experts)
     with pytest.raises(BitlineError, match=f"{found}.*model.layers.0.mlp.experts|model.layers.0.mlp.experts.*{found}"):
         method._check_same(SimpleNamespace(**(vars(layer) | change)), experts)

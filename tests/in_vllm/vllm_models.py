@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import bitline
+from bitline import bitstream, types
 from bitline.conversion.exact import exact_encoding
 from bitline.conversion.targets import TARGETS
 from bitline.weight import QuantizedWeight
@@ -140,6 +141,28 @@ NF4 = (
 )  # fmt: skip
 
 
+def write_quark_mxfp6(folder: Path, model: Any, element: str, *, activations: bool = False) -> Path:
+    """Quark's MXFP6, `element` fp6_e3m2 or fp6_e2m3: a bit stream of codes along K, E8M0 scales of 32 columns."""
+    kind = {"fp6_e3m2": types.float6_e3m2, "fp6_e2m3": types.float6_e2m3}[element]
+    values, tensors, found = torch.tensor(kind.values()), {}, linears(model)
+    for name, module in found.items():
+        blocks = module.weight.data.float().unflatten(1, (-1, 32))
+        exponent = (blocks.abs().amax(-1) / values.max()).log2().ceil().clamp(-127, 127)
+        codes = (blocks / exponent.exp2().unsqueeze(-1)).unsqueeze(-1).sub(values).abs().argmin(-1).flatten(1)
+        tensors[f"{name}.weight"] = bitstream.pack(codes.to(torch.uint8), 6)
+        tensors[f"{name}.weight_scale"] = (exponent + 127).to(torch.uint8)
+    rule = {"dtype": element, "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0", "symmetric": None}
+    inputs = rule | {"is_dynamic": True} if activations else None
+    settings = {
+        "quant_method": "quark", "exclude": ["lm_head"], "layer_quant_config": {}, "layer_type_quant_config": {},
+        "global_quant_config": {
+            "weight": rule | {"is_dynamic": False}, "input_tensors": inputs, "output_tensors": None, "bias": None,
+        },
+        "export": {"kv_cache_group": [], "pack_method": "order"},
+    }  # fmt: skip
+    return save(folder, model, tensors, set(found), settings)
+
+
 def write_bitsandbytes(folder: Path, model: Any) -> Path:
     """bitsandbytes NF4, blocks of 64: two codes in a byte, high nibble first, and the quantization state as JSON in bytes."""
     table = torch.tensor(NF4)
@@ -248,6 +271,9 @@ BY_NAME: dict[str, Callable[[Path], Path]] = {
     "ct-nvfp4a4": lambda f: write(f, of_one_range(llama()), "compressed-tensors", "NVFP4", dtype=torch.bfloat16),
     "ct-mixed": lambda f: write(f, llama(), "compressed-tensors", mixed_scheme, dtype=torch.bfloat16),
     "fp8-block": lambda f: write(f, llama(), "fp8", "FP8_BLOCK", dtype=torch.bfloat16),
+    "quark-mxfp6": lambda f: write_quark_mxfp6(f, llama(), "fp6_e3m2"),
+    "quark-mxfp6-e2m3": lambda f: write_quark_mxfp6(f, llama(), "fp6_e2m3"),
+    "quark-mxfp6-activations": lambda f: write_quark_mxfp6(f, llama(), "fp6_e2m3", activations=True),
     "hqq": lambda f: write_hqq(f, llama()),
     "bnb": lambda f: write_bitsandbytes(f, llama()),
     "gguf-q4_0": lambda f: write_gguf(f / "model-Q4_0.gguf", llama(tie_word_embeddings=True), "Q4_0"),

@@ -5,6 +5,7 @@ DEVICE is cpu, with a gloo group, or cuda, with NCCL and a GPU for each rank.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 
 import bitline
+from bitline import native
 from bitline.errors import BitlineError
 from bitline.parallel import TensorParallel
 
@@ -37,6 +40,20 @@ def forward(model: Any, ids: Any = IDS) -> torch.Tensor:
     return logits[0].float().cpu()
 
 
+def decoded(model: Any) -> tuple[torch.Tensor, int]:
+    """Logits of a prompt of three tokens and of those after it, one by one: (float32 [T, V], native calls of decoder layers)."""
+    core, cache, calls, rows = native.core(), transformers.DynamicCache(config=model.config), [], []
+    step = core.decode_layer if core else None
+    if core:
+        core.decode_layer = lambda *a: calls.append(1) or step(*a)
+    with torch.inference_mode():
+        for ids in (IDS[0][:3], *([token] for token in IDS[0][3:] * 4)):
+            rows.append(model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1:].float())
+    if core:
+        core.decode_layer = step
+    return torch.cat(rows), len(calls)
+
+
 def held(model: Any) -> int:
     """Bytes of all parameters and of the packed layers' buffers."""
     packed = sum(m.packed_bytes() for m in model.modules() if hasattr(m, "packed_bytes"))
@@ -52,17 +69,22 @@ def greedy(model: Any, count: int, **options: Any) -> list[int]:
 
 def exchanged(model: Any, tp: TensorParallel) -> list[int]:
     """Collective operations of a forward pass of one token, and the bytes that this rank gets from others."""
-    found, gather = [0, 0], tp._gather_flat
+    found, gather, total = [0, 0], tp._gather_flat, tp.shared.sum if tp.shared else None
 
-    def counted(flat: torch.Tensor) -> torch.Tensor:
-        found[0] += 1
-        found[1] += (tp.world - 1) * flat.nbytes
-        return gather(flat)
+    def counted(function: Any, flat: torch.Tensor, *rest: Any) -> Any:
+        if (result := function(flat, *rest)) is not None:
+            found[0] += 1
+            found[1] += (tp.world - 1) * flat.nbytes
+        return result
 
-    tp._gather_flat = counted  # type: ignore[method-assign]
+    tp._gather_flat = functools.partial(counted, gather)  # type: ignore[method-assign]
+    if tp.shared:
+        tp.shared.sum = functools.partial(counted, total)  # type: ignore[method-assign]
     with torch.inference_mode():
         model(torch.tensor([[5]], device=model.device))
     tp._gather_flat = gather  # type: ignore[method-assign]
+    if tp.shared:
+        del tp.shared.sum
     return found
 
 
@@ -105,6 +127,13 @@ def main(rank: int, world: int, folder: Path, device: str) -> None:
         tp = TensorParallel(
             exact_activation_scales=case.get("exact", True), expert_parallel=rank in case.get("expert_parallel", [])
         )
+        if case.get("decode"):
+            for how, native_step in (("native", True), ("modules", False)):
+                model = bitline.load_model(case["path"], dtype=torch.bfloat16, tp=tp, native_step=native_step)
+                results[f"{name} {how}"], calls = decoded(model)
+                checked = [check.kernel for check in bitline.verify(model)]
+                said[f"{name} {how}"] = {"calls": calls, "checked": checked.count("native decode step")}
+            continue
         try:
             found, model = logits(case["path"], tp, getattr(torch, case["dtype"]), case["kernel"], case.get("ids", IDS),
                                   merge=case.get("merge", False), device=device)  # fmt: skip

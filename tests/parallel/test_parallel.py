@@ -151,10 +151,12 @@ def two_ranks(written, tmp_path_factory):
         cases[f"{name} merged"] = case(paths[name], dtype="bfloat16", kernel="auto", merge=True)
     cases |= {f"{name} by expert": case(paths[name], expert_parallel=[0, 1]) for name in MOE}
     cases["by expert bfloat16"] = case(paths["qwen3 int8"], dtype="bfloat16", kernel="auto", expert_parallel=[0, 1])
+    cases |= {f"{name} decode": case(paths[name], decode=True) for name in DECODED}
     cases["by expert on rank 1"] = case(paths["qwen3 int8"], expert_parallel=[1])
     return ranks.run(tmp_path_factory.mktemp("run") / "two", 2, cases)
 
 
+DECODED = (*PLAIN, "Qwen3", "ct_fp8_dynamic")
 IN_BFLOAT16 = ("even", "bias", "ct_w4a8_int", "qwen3 int8")
 
 
@@ -272,6 +274,28 @@ def test_the_chosen_kernels_in_bfloat16(name, how, two_ranks, written, alone):
     assert float((outputs[0] - want).abs().max() / want.abs().max()) <= 0.06
 
 
+@pytest.mark.skipif(native.core() is None, reason="needs the native core")
+@pytest.mark.parametrize("name", DECODED)
+def test_native_steps(name, two_ranks, written):
+    """The same bits on all ranks, no farther from float32 on one rank than the modules' own."""
+    check_native_steps(name, two_ranks, written(False)[name])
+
+
+def check_native_steps(name, found, path):
+    model = bitline.load_model(path, dtype=torch.float32)
+    exact, layers = ranks.decoded(model)[0], model.config.num_hidden_layers
+    outputs = {how: [tensors[f"{name} decode {how}"] for tensors, _ in found] for how in ("native", "modules")}
+    for of_ranks in outputs.values():
+        assert all(torch.equal(y, of_ranks[0]) for y in of_ranks)
+    error, allowed = ((outputs[how][0] - exact).abs() for how in ("native", "modules"))
+    assert error.mean() <= 1.5 * allowed.mean() and error.max() <= 2 * allowed.max()
+    # Ranks quantize activations together in the modules.
+    calls = 0 if name == "ct_fp8_dynamic" else layers * (len(exact) - 1)
+    for _, said in found:
+        assert said[f"{name} decode native"] == {"calls": calls, "checked": layers if calls else 0}
+        assert said[f"{name} decode modules"] == {"calls": 0, "checked": 0}
+
+
 def test_scales_that_each_rank_computes_alone_change_the_result(two_ranks, written, alone):
     want = alone(written(False)["ct_fp8_dynamic"])[0]
     errors = [float((two_ranks[0][0][n] - want).abs().max() / want.abs().max()) for n in ("ct_fp8_dynamic", "alone")]
@@ -282,10 +306,13 @@ def test_three_ranks_generate_with_both_caches(written, alone, tmp_path):
     paths = {name: written(False)[name] for name in PLAIN}
     cases = {name: case(path, tokens=12) for name, path in paths.items()} | {OWN_SCALES: case(written(False)[OWN_SCALES])}
     cases |= {GPT_OSS: case(written(False)[GPT_OSS], expert_parallel=[0, 1, 2])}
+    cases |= {f"{name} decode": case(paths[name], decode=True) for name in ("nine heads", "one kv head") if native.core()}
     cases |= {"one token": case(written(False)[GPT_OSS], expert_parallel=[0, 1, 2], ids=[[5]])}
     found = ranks.run(tmp_path / "run", 3, cases)
     check(found, OWN_SCALES, written(False)[OWN_SCALES], alone)
     check_uneven_experts(found, written(False)[GPT_OSS], alone)
+    for name in ("nine heads", "one kv head") if native.core() else ():
+        check_native_steps(name, found, paths[name])
     for name, path in paths.items():
         check(found, name, path, alone)
         want = ranks.greedy(alone(path)[2], 12)

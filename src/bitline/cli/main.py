@@ -353,17 +353,22 @@ def verify(
     tp: Annotated[
         int, typer.Option("--tp", min=1, metavar="N", help="Check what each of N tensor-parallel ranks would pack.")
     ] = 1,
+    expert_parallel: ExpertParallel = False,
     as_json: Json = False,
 ) -> None:
     """Run every quantized layer of a checkpoint on this machine and compare it with the reference in float64."""
     if kernel is not None and all_kernels:
         raise typer.BadParameter("give one of --kernel and --all-kernels", param_hint="--all-kernels")
+    if expert_parallel and tp == 1:
+        raise typer.BadParameter("give the number of ranks with --tp", param_hint="--expert-parallel")
     from bitline.cli.options import policy_of
     from bitline.cli.verify import show, verify_report
 
     asked = policy_of(kernel, None, False, None, disable)
     sizes = parse_batch_sizes(m)
-    report = verify_report(model, device, dtype, asked, sizes, all_kernels, sample, seed, tp, quiet=as_json)
+    report = verify_report(
+        model, device, dtype, asked, sizes, all_kernels, sample, seed, tp, expert_parallel=expert_parallel, quiet=as_json
+    )  # fmt: skip
     emit(report) if as_json else show(report)
     if not report["ok"]:
         raise typer.Exit(1)

@@ -21,6 +21,7 @@ from bitline.formats.base import LayerRecord
 from bitline.model.fused_parts import FusedParts
 from bitline.model.layer_check import LayerCheck
 from bitline.model.meta_model import default_dtype
+from bitline.model.rank_slices import OneRank
 from bitline.model.verify_file import FileVerifier, sample_layers
 from bitline.platform import Platform
 from bitline.select import Policy, short_name
@@ -32,7 +33,7 @@ _FUSED_SHOWN = 3  # parts that run as one call
 
 def verify_report(
     model: str, device: str, dtype: str, policy: Policy, sizes: tuple[int, ...], all_kernels: bool, sample: int | None,
-    seed: int, tp: int, *, quiet: bool,
+    seed: int, tp: int, *, expert_parallel: bool = False, quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The report of the command as JSON-compatible values; docs/verify.md describes the keys."""
     target, asked = device_of(device), dtype_of(dtype)
@@ -48,20 +49,22 @@ def verify_report(
         return policy if experts is None or expert_number(record.name) is None else experts.policy(policy)
 
     started = time.perf_counter()
-    verifier = FileVerifier(checkpoint, target, act_dtype, policy_for, sizes, all_kernels=all_kernels, world=tp)
+    verifier = FileVerifier(checkpoint, target, act_dtype, policy_for, sizes, all_kernels=all_kernels, world=tp,
+                            expert_parallel=expert_parallel)  # fmt: skip
     chosen = records if sample is None else sample_layers(records, sample, seed)
     checks: list[LayerCheck] = []
     with progress_bars(quiet=quiet) as progress:
         for i, record in enumerate(chosen):
             checks += verifier.checks(record)
             progress("verify layers", i + 1, len(chosen))
-        parts = FusedParts(checkpoint, target, act_dtype, policy, sizes) if tp == 1 else None
-        fused, skipped = ([], []) if parts is None else _fused_checks(parts, checks, sample, seed, progress)
+        ranks = [OneRank(rank, tp, expert_parallel=True) for rank in range(tp)] if expert_parallel else []
+        parts = [FusedParts(checkpoint, target, act_dtype, policy, sizes, rank) for rank in (ranks if tp > 1 else [None])]
+        fused, skipped = _fused_checks(parts, checks, sample, seed, progress)
     checks.sort(key=lambda check: -check.badness)
     failed = [check for check in (*checks, *fused) if not check.ok]
     return {
         "path": str(checkpoint.path), "format": checkpoint.format, "device": str(target), "platform": str(platform),
-        "activations": dtype_name(act_dtype), "m": list(sizes), "tp": tp, "seed": seed,
+        "activations": dtype_name(act_dtype), "m": list(sizes), "tp": tp, "expert_parallel": expert_parallel, "seed": seed,
         "layers": len(chosen), "layers_in_all": len(records), "seconds": time.perf_counter() - started,
         "ok": not failed, "failed": list(dict.fromkeys(check.layer for check in failed)),
         "checks": [vars(check) | {"ok": check.ok} for check in checks],
@@ -72,19 +75,24 @@ def verify_report(
 
 
 def _fused_checks(
-    parts: FusedParts, checks: list[LayerCheck], sample: int | None, seed: int, progress: Callable[[str, int, int], None]
+    of_ranks: list[FusedParts], checks: list[LayerCheck], sample: int | None, seed: int,
+    progress: Callable[[str, int, int], None],
 ) -> tuple[list[LayerCheck], list[tuple[str, str]]]:  # fmt: skip
-    """The checks of what the model runs as one call, the worst first; and what is not checked, with the reason."""
-    skipped = [("", parts.reason)] if parts.reason else []
+    """The checks of what the model runs as one call, the worst first; and what is not checked, with the reason.
+
+    of_ranks: the parts of each rank, or those of one rank.
+    """
+    skipped = [("", parts.reason) for parts in of_ranks[:1] if parts.reason]
     off = {check.layer for check in checks if not check.ok}
-    names = parts.names if sample is None else sample_layers(parts.names, sample, seed)
+    drawn = lambda names: names if sample is None else sample_layers(names, sample, seed)
+    chosen = [(parts, name) for parts in of_ranks for name in drawn(parts.names)]
     found: list[LayerCheck] = []
-    for i, name in enumerate(names):
+    for i, (parts, name) in enumerate(chosen):
         if wrong := sorted(parts.layers_of(name) & off):
             skipped.append((name, f"{wrong[0]} in it failed"))
         else:
             found += parts.checks(name)
-        progress("verify fused calls", i + 1, len(names))
+        progress("verify fused calls", i + 1, len(chosen))
     return sorted(found, key=lambda check: -check.badness), skipped
 
 
@@ -93,6 +101,7 @@ def show(report: dict[str, Any]) -> None:
     what = f"{report['layers']} of {report['layers_in_all']} layers" if report["layers"] < report["layers_in_all"] else \
            f"{report['layers']} layers"  # fmt: skip
     ranks = f", each of {report['tp']} ranks' slices" if report["tp"] > 1 else ""
+    ranks += " and whole experts" if report["expert_parallel"] else ""
     head = f"on {report['device']}, activations {report['activations']}: {what}{ranks}"
     out.print(f"[bold]{escape(report['path'])}[/] {head}", highlight=False, soft_wrap=True)
     rows = _worst_of_each(report["checks"])

@@ -34,7 +34,8 @@ class ExpertWeights:
         renamed: From a name of the checkpoint or of transformers' model to the engine's.
         dtype: Of activations.
         device: Where the experts run.
-        ranks: This rank of those that cut each expert's intermediate channels. The engine sums what they return.
+        ranks: This rank of those that cut each expert's intermediate channels, or have whole experts. The engine sums what they
+            return.
     """
 
     def __init__(

@@ -7,6 +7,9 @@ class's own one whenever a call is not exactly such a step.
 
 A class is recognized by the hash of its forward's source, so a version of transformers that computes something else runs its own
 code. `load_model(..., native_step=False)` leaves a model without native forwards, for users who need every torch operation.
+
+Of tensor-parallel ranks on one machine each computes its heads and channels, and the native call sums the outputs of o_proj and
+down_proj over the ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from bitline import native
 from bitline.kernels.cpu.native_linear import OP
 from bitline.linear import QuantLinear, needs_dispatcher
 from bitline.model.kv_cache import kv_cache_layer_class
+from bitline.parallel import GatherOutput, RowParallel
+from bitline.parallel.shared_memory import SharedGather
 
 MAX_NORM_ROWS = 8  # above that torch's own operators are as fast
 MIN_LM_HEAD = 1 << 20  # weights of an unquantized LM head that is worth a native call
@@ -39,9 +44,12 @@ _KNOWN_BODIES = {
     "edb09e4cdb72174c": "attention", "ea92a9846ca1ecb5": "attention", "992c57d97163d600": "attention",  # Llama, Mistral, Qwen2
     "457e3a53f1f0cfb6": "attention_qk_norm",  # Qwen3
     "257620718ecff20c": "apply_rotary_pos_emb", "b92c1a98279c25d0": "rotate_half",
+    "673f5d551ea25302": "causal_lm",  # its logits are the head's output
 }  # fmt: skip
 _LINEARS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
-_DecoderLayer = ctypes.c_int64 * 31  # csrc/decode_step.h: DecoderLayer
+_SUMMED = ("o_proj", "down_proj")  # over tensor-parallel ranks
+_LOST = -5  # csrc/ranks.h: kLost
+_DecoderLayer = ctypes.c_int64 * 32  # csrc/decode_step.h: DecoderLayer
 
 
 def install(model: Any) -> int:
@@ -50,6 +58,7 @@ def install(model: Any) -> int:
         return 0
     installed = 0
     lm_head = getattr(model, "get_output_embeddings", lambda: None)()
+    lm_head = lm_head.linear if isinstance(lm_head, GatherOutput) else lm_head
     for module in model.modules():
         kind = _module_kind(module)
         if module is lm_head and type(module) is nn.Linear:
@@ -103,6 +112,13 @@ def _class_kind(cls: Any) -> str:
         if any(_KNOWN_BODIES.get(_body_hash(names.get(name))) != name for name in ("apply_rotary_pos_emb", "rotate_half")):
             return ""
     return kind
+
+
+def returns_output_of_head(model: Any) -> bool:
+    """Whether a model's logits are known to be what its head returns."""
+    cls: Any = type(model)
+    known = cls.__module__.partition(".")[0] == "transformers" and "forward" not in model.__dict__
+    return known and _KNOWN_BODIES.get(_body_hash(inspect.unwrap(cls.forward))) == "causal_lm"
 
 
 def _body_hash(function: Any) -> str:
@@ -233,8 +249,11 @@ def _decoder_layer_forward(
     return y_torch
 
 
-def decode_token(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> Tensor | None:
-    """A decoder layer's output for one token; None where transformers has to compute it, and then nothing has changed."""
+def decode_token(self: Any, x: Tensor, position_embeddings: Any, cache: Any, *, alone: bool = False) -> Tensor | None:
+    """A decoder layer's output for one token; None where transformers has to compute it, and then nothing has changed.
+
+    alone: of a tensor-parallel rank, without the sums over ranks.
+    """
     core, (cos, sin) = native.core(), position_embeddings
     if core is None or not _is_decode_input(self, x, cos, sin):
         return None
@@ -248,7 +267,7 @@ def decode_token(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> 
     linears = _packed_linears(modules)
     if linears is None:
         return None
-    pointers, (q_size, kv_size, _, _, intermediate, *_) = linears
+    pointers, (q_size, kv_size, _, _, intermediate, *_), shared = linears
     head_dim, hidden = attention.head_dim, x.shape[-1]
     kv_heads, q_per_kv = kv_size // head_dim, q_size // kv_size
     norms = _norm_weights(modules, attention, hidden, head_dim)
@@ -264,8 +283,11 @@ def decode_token(self: Any, x: Tensor, position_embeddings: Any, cache: Any) -> 
     layer = _DecoderLayer(
         x.data_ptr(), y.data_ptr(), *norm_pointers, cos.data_ptr(), sin.data_ptr(), keys.data_ptr(), values.data_ptr(), *pointers,
         hidden, kv_heads, q_per_kv, head_dim, keys.shape[2], kv_cache.length, intermediate,
+        0 if shared is None or alone else shared.address,
     )  # fmt: skip
-    if core.decode_layer(ctypes.addressof(layer), attention.scaling, *epsilons):
+    if failed := core.decode_layer(ctypes.addressof(layer), attention.scaling, *epsilons):
+        if failed == _LOST and shared is not None:
+            shared.check(failed)
         return None
     kv_cache.length += 1
     return y
@@ -286,16 +308,24 @@ def _native_kv_cache(attention: Any, cache: Any) -> Any:
     return layers[index]
 
 
-def _packed_linears(modules: Any) -> tuple[list[int], list[int]] | None:
-    """Addresses of packed weight and bias of each linear layer, in _LINEARS' order, and their N; None where one of them does not
-    run the native kernel directly.
+def _packed_linears(modules: Any) -> tuple[list[int], list[int], SharedGather | None] | None:
+    """Addresses of packed weight and bias of each linear layer, in _LINEARS' order, their N, and what sums outputs over ranks;
+    None where one of them does not run the native kernel directly.
     """
     pointers: list[int] = []
     sizes: list[int] = []
+    sums: list[SharedGather | None] = []
     for owner, names in _LINEARS:
         owned = modules[owner]._modules
         for name in names:
             linear = owned[name]
+            if name in _SUMMED:
+                shared = None
+                if type(linear) is RowParallel:
+                    if (shared := _native_sum(linear)) is None:
+                        return None
+                    linear = linear._modules["linear"]
+                sums.append(shared)
             if type(linear) is not QuantLinear or _is_modified(linear):
                 return None
             spec, direct = linear.choice.spec, linear._direct
@@ -304,7 +334,12 @@ def _packed_linears(modules: Any) -> tuple[list[int], list[int]] | None:
             weight, bias, n = direct[1]
             pointers += (weight.data_ptr(), 0 if bias is None else bias.data_ptr())
             sizes.append(n)
-    return pointers, sizes
+    return (pointers, sizes, sums[0]) if sums[0] is sums[1] else None
+
+
+def _native_sum(layer: RowParallel) -> SharedGather | None:
+    """What sums a row-parallel layer's output in native code, where it is such a sum and no more."""
+    return None if _is_modified(layer) or layer.scales is not None or layer.bias is not None else layer.tp.shared
 
 
 def _norm_weights(

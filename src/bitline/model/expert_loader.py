@@ -48,10 +48,10 @@ class ExpertRecords:
         self.parameters[place.parameter][key] = record
         self.parts[place.parameter] = place.parts
 
-    def records(self) -> Iterator[LayerRecord]:
-        """All of them."""
+    def records(self, experts: range | None = None) -> Iterator[LayerRecord]:
+        """All of them, or those of the experts of these numbers."""
         for matrices in self.parameters.values():
-            yield from matrices.values()
+            yield from (record for (expert, _), record in matrices.items() if experts is None or expert in experts)
 
 
 class ExpertLoader:
@@ -244,8 +244,9 @@ class ExpertLoader:
         """A projection that the checkpoint stores unquantized, as linear layers of transformers' parameter."""
         stacked = self.shell._parameters[name].detach()
         if self.own is not None:  # copies, which do not keep the other ranks' experts in memory
-            stacked = stacked[self.own.start : self.own.stop].clone()
-            bias = None if bias is None else bias.detach()[self.own.start : self.own.stop].clone()
+            own = slice(self.own.start, self.own.stop, self.own.step)
+            stacked = stacked[own].clone()
+            bias = None if bias is None else bias.detach()[own].clone()
         layers = nn.ModuleList()
         for e in range(stacked.shape[0]):
             weight = stacked[e].t() if self.transposed else stacked[e]

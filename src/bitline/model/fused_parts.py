@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +21,7 @@ from bitline.model.expert_names import top_k_of
 from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.meta_model import check_config_sizes, make_config, make_meta_model
 from bitline.model.module_snapshot import snapshot
+from bitline.model.rank_slices import OneRank
 from bitline.model.verify_fused import check_decode_step, check_experts
 from bitline.model.weight_loader import WeightLoader
 from bitline.select import Policy
@@ -35,6 +38,7 @@ class FusedParts:
         dtype: Of activations.
         policy: How kernels are chosen.
         batch_sizes: M, of experts.
+        rank: Whose experts these are, under expert parallelism; decoder layers are left out then.
 
     Attributes:
         reason: Why there is no model to take parts of; "" where there is one.
@@ -42,10 +46,11 @@ class FusedParts:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, policy: Policy, batch_sizes: tuple[int, ...]
-    ) -> None:
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, policy: Policy, batch_sizes: tuple[int, ...],
+        rank: OneRank | None = None,
+    ) -> None:  # fmt: skip
         self.checkpoint, self.device, self.dtype, self.policy = checkpoint, device, dtype, policy
-        self.batch_sizes, self.reason, self.names = batch_sizes, "", list[str]()
+        self.batch_sizes, self.rank, self.reason, self.names = batch_sizes, rank, "", list[str]()
         try:
             self.names = self._spread([*self._decoder_layers(), *self._loader.experts])
         except BitlineError as error:
@@ -55,12 +60,13 @@ class FusedParts:
     def _loader(self) -> WeightLoader:
         check_config_sizes(self.checkpoint)
         model = make_meta_model(make_config(self.checkpoint), self.dtype, self.checkpoint).eval()
-        return WeightLoader(model, self.checkpoint, lambda _name: self.device, self.dtype, self.policy, None)
+        return WeightLoader(model, self.checkpoint, lambda _name: self.device, self.dtype, self.policy, None,
+                            tp=cast(Any, self.rank))  # fmt: skip
 
     def _decoder_layers(self) -> list[str]:
         """The decoder layers that `load_model` would give a native step."""
         native_step = self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.core() is not None
-        if not native_step or self.policy.batch_invariant or env.no_step():
+        if not native_step or self.rank is not None or self.policy.batch_invariant or env.no_step():
             return []
         return [name for name, module in self._loader.model.named_modules() if decode_step.is_known_layer(module)]
 
@@ -77,8 +83,16 @@ class FusedParts:
 
     def _records(self, name: str) -> list[LayerRecord]:
         if name in self._loader.experts:
-            return [*self._loader.experts[name].records()]
+            return [*self._loader.experts[name].records(self._own_experts(name))]
         return [record for target, record in self._loader.layer_targets.items() if target.startswith(f"{name}.")]
+
+    def _own_experts(self, name: str) -> range | None:
+        """The numbers of the rank's experts; None for all."""
+        if self.rank is None:
+            return None
+        self._loader.plan_cuts(self.checkpoint.layers(), experts_only=True)
+        assert self._loader.parallel is not None
+        return self._loader.parallel.whole_experts[name].numbers()
 
     def layers_of(self, name: str) -> set[str]:
         """The checkpoint's names of the quantized layers of a part."""
@@ -89,9 +103,10 @@ class FusedParts:
         """Load a part, compare its one call with float64, and free it. Nothing where the model would not run it as one call."""
         restore = snapshot(self._loader.model.get_submodule(name.rpartition(".")[0]))
         try:
-            yield from self._experts(name) if name in self._loader.experts else self._decode_step(name)
+            for check in self._experts(name) if name in self._loader.experts else self._decode_step(name):
+                yield check if self.rank is None else replace(check, rank=self.rank.rank)
         except BitlineError as error:
-            yield fault_of(name, "", str(error))
+            yield fault_of(name, "", str(error), None if self.rank is None else self.rank.rank)
         finally:
             for layer in [layer for layer in self._loader.read_weight if layer.startswith(f"{name}.")]:
                 del self._loader.read_weight[layer]

@@ -6,6 +6,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 from bitline import native
 from bitline.errors import InputError
+from bitline.model import decode_step
 from bitline.model.verify import find_overflow
+from bitline.parallel import GatherOutput
 
 
 @dataclass(frozen=True)
@@ -130,25 +133,49 @@ def _greedy(model: Any, ids: torch.Tensor, count: int, eos_tokens: list[int], st
     keep_last: dict[str, Any] = {}
     if has_logits_to_keep:
         keep_last = {"logits_to_keep": torch.tensor([ids.shape[1] - 1], device=ids.device)}
-    suppressed = [token for token in eos_tokens if token < model.config.get_text_config().vocab_size]
+    head = _divided_head(model)
+    suppressed = [] if stop else eos_tokens
     streamer.put(ids.cpu())
     new: list[int] = []
     next_ids = ids
-    while len(new) < count:
-        logits = model(input_ids=next_ids, past_key_values=cache, use_cache=True, **keep_last).logits[0, -1].float()
-        if not stop:
-            logits[suppressed] = -torch.inf
-        best = logits.max(0)  # NaN if any logit is
-        if not math.isfinite(best.values.item()):
-            _check_logits(model, torch.cat((ids[0], ids.new_tensor(new)))[None], logits)
-        new.append(int(best.indices))
-        keep_last = {"logits_to_keep": 1} if has_logits_to_keep else {}
-        next_ids = best.indices.view(1, 1)
-        streamer.put(next_ids[0].cpu())
-        if stop and new[-1] in eos_tokens:
-            break
+    with nullcontext() if head is None else head.own_rows():
+        while len(new) < count:
+            logits = model(input_ids=next_ids, past_key_values=cache, use_cache=True, **keep_last).logits[0, -1].float()
+            value, index = _best(logits, suppressed, head)
+            if not math.isfinite(value.item()):
+                whole = logits if head is None else head.tp.concatenate(logits, head.sizes)
+                _check_logits(model, torch.cat((ids[0], ids.new_tensor(new)))[None], whole)
+            new.append(int(index))
+            keep_last = {"logits_to_keep": 1} if has_logits_to_keep else {}
+            next_ids = index.view(1, 1)
+            streamer.put(next_ids[0].cpu())
+            if stop and new[-1] in eos_tokens:
+                break
     streamer.end()
     return new
+
+
+def _divided_head(model: Any) -> GatherOutput | None:
+    """The head of a model on a tensor-parallel rank, where the largest logit of all ranks can be found without gathering them."""
+    head = model.get_output_embeddings()
+    if type(head) is GatherOutput and decode_step.returns_output_of_head(model):
+        return head
+    return None
+
+
+def _best(logits: torch.Tensor, suppressed: list[int], head: GatherOutput | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit, NaN if any is, and its token, the first one of equals.
+
+    logits: [V], or those of this rank's rows of the head.
+    """
+    start = 0 if head is None else head.start
+    if own := [token - start for token in suppressed if 0 <= token - start < logits.numel()]:
+        logits[own] = -torch.inf
+    if head is None:
+        best = logits.max(0)
+        return best.values, best.indices
+    value, token = head.tp.best(logits, start)
+    return value, token.long()
 
 
 class _FiniteLogits:

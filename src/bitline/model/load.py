@@ -95,7 +95,7 @@ def load_model(
         ranks.prepare(device)
     with _load_lock, nullcontext() if ranks is None else ranks.together(device):
         model = _load(checkpoint, device, dtype, policy, progress, merge=merge, tp=ranks)
-    if device.type == "cpu" and ranks is None:
+    if device.type == "cpu":
         install_native_step(model, dtype, policy, native_step)
     if env.verify() if verify is None else verify:
         verify_loaded(model)

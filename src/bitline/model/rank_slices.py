@@ -13,62 +13,85 @@ from bitline.checkpoint import Checkpoint
 from bitline.errors import InputError
 from bitline.expert_gate import recognize
 from bitline.formats.base import LayerRecord
-from bitline.model.expert_names import DOWN_NAME
+from bitline.model.expert_names import DOWN_NAME, ExpertPlace
 from bitline.model.meta_model import check_config_sizes, make_config, make_meta_model
+from bitline.model.tensor_parallel import ParallelPlan
 from bitline.model.weight_loader import WeightLoader
-from bitline.parallel.cuts import Cut
+from bitline.parallel.cuts import Cut, ExpertRange, expert_range
 from bitline.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
 class OneRank:
-    """A rank without a process group: what `ParallelPlan` asks of one to plan cuts. It exchanges nothing."""
+    """A rank without a process group: what `ParallelPlan` asks of one to plan cuts. It exchanges nothing.
+
+    experts: this rank's, where an engine places them.
+    """
 
     rank: int
     world: int
     exact_activation_scales: bool = True
     expert_parallel: bool = False
+    experts: ExpertRange | None = None
+
+    def expert_range(self, total: int) -> ExpertRange:
+        """This rank's experts of a module of so many; an InputError for more ranks than experts, or an engine's other total."""
+        if self.experts is None:
+            return expert_range(total, self.rank, self.world)
+        if self.experts.total != total:
+            raise InputError("the engine's model has another number of experts", found=self.experts.total, expected=total)
+        return self.experts
 
 
 @dataclass(frozen=True)
 class RankSlice:
-    """What a rank packs of a layer. cut: None where the layer is whole on every rank. fault: how its values differ from those of
-    the whole layer; "" for not at all.
+    """What a rank packs of a layer.
+
+    Attributes:
+        rank: The rank.
+        weight: Its canonical weight.
+        cut: Of the layer; None where it is whole.
+        fault: How its values differ from those of the whole layer; "" for not at all.
+        is_shared: Whether every rank has the whole layer.
     """
 
     rank: int
     weight: QuantizedWeight
     cut: Cut | None
-    fault: str
+    fault: str = ""
+    is_shared: bool = False
 
 
 class RankSlices:
     """Cuts the layers of a checkpoint as `load_model(tp=…)` does on each of `world` ranks.
 
-    The model is built on the meta device; layers are read one by one.
+    The model is built on the meta device; layers are read one by one. expert_parallel: whether each rank has whole experts.
 
     Raises:
         CheckpointError: Where the checkpoint is not of a model that transformers has.
         InputError: For a model that cannot be cut over so many ranks, or no part of it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, world: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, world: int, *, expert_parallel: bool = False) -> None:
         check_config_sizes(checkpoint)
         model = make_meta_model(make_config(checkpoint), dtype, checkpoint)
         self.model = model
         self.loaders = []
         for rank in range(world):
-            group: Any = OneRank(rank, world)
+            group: Any = OneRank(rank, world, expert_parallel=expert_parallel)
             loader = WeightLoader(model, checkpoint, lambda _name: torch.device("cpu"), dtype, None, None, tp=group)
             loader.plan_cuts(checkpoint.layers())
             self.loaders.append(loader)
-        if not any((loader.parallel.cuts or loader.parallel.experts) for loader in self.loaders if loader.parallel is not None):
+        if not any(_divides(loader.parallel) for loader in self.loaders):
             raise InputError("tensor parallelism cuts no layer of this model", found=type(model).__name__,
                              expected="attention or MLPs with known projections", fix="leave out --tp")  # fmt: skip
 
     def slices(self, record: LayerRecord) -> Iterator[RankSlice]:
-        """The layer's slice on each rank; none where the model has no module for it."""
+        """The layer's slice on each rank that has one; none where the model has no module for it."""
         place = self.loaders[0].names.expert_place(record.name, layer=True)
+        if place is not None and (owner := self._owner(place)) is not None:
+            yield RankSlice(owner, record.weight(), None)
+            return
         target = None if place is not None else self.loaders[0]._target(record)
         if place is None and target is None:
             return
@@ -87,7 +110,20 @@ class RankSlices:
                 assert target is not None
                 weight = loader._read(target, record)
                 cut = plan.cuts.get(target)
-            yield RankSlice(rank, weight, cut, "" if cut is None else difference(weight, values, cut))
+            yield RankSlice(rank, weight, cut, "" if cut is None else difference(weight, values, cut), cut is None)
+
+    def _owner(self, place: ExpertPlace) -> int | None:
+        """The only rank that has an expert; None where ranks have a part of each."""
+        for rank, loader in enumerate(self.loaders):
+            own = loader.parallel.whole_experts.get(place.module) if loader.parallel is not None else None
+            if own is not None and place.expert in own.numbers():
+                return rank
+        return None
+
+
+def _divides(plan: ParallelPlan | None) -> bool:
+    """Whether ranks have different parts of something."""
+    return plan is not None and bool(plan.cuts or plan.experts or plan.whole_experts)
 
 
 def difference(part: QuantizedWeight, whole: Tensor, cut: Cut) -> str:

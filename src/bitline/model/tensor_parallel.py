@@ -16,16 +16,21 @@ from torch import Tensor, nn
 
 from bitline.errors import CheckpointError, InputError
 from bitline.formats.base import LayerRecord
+from bitline.model.cut_dense_experts import cut_dense_experts
 from bitline.model.cut_weights import cut_weight, in_order, read_cut
 from bitline.model.expert_parallel import check_divisible, divide_experts
 from bitline.parallel import GatherOutput, RowParallel, SplitInput, TensorParallel, VocabParallelEmbedding
-from bitline.parallel.cuts import Cut, ExpertRange, HeadCut, boundaries, expert_range, head_cut
+from bitline.parallel.cuts import Cut, ExpertRange, HeadCut, boundaries, head_cut
 from bitline.parallel.layers import QuantizedGate, SharedScales
 from bitline.types import ActSpec, LinearSpec
 from bitline.weight import QuantizedWeight
 
 CHANNEL_ALIGNMENT = 64  # cuts of intermediate channels are at multiples of this and of the scale groups, where those suffice
 _UP, _DOWN, _FUSED_UP = ("gate_proj", "up_proj"), "down_proj", "gate_up_proj"
+# Children of attention that makes queries, keys and values of latents (MLA). The latents are the same on all ranks, and so are
+# the positions that an indexer chooses.
+_OF_LATENTS = {"q_proj", "q_b_proj", "kv_b_proj", "o_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm",
+               "indexer"}  # fmt: skip
 
 
 class ParallelPlan:
@@ -60,6 +65,7 @@ class ParallelPlan:
         styles = model._expand_parallel_plan(dict(model.tp_plan or {}))
         for name, module in model.named_modules():
             self._plan_attention(name, module, styles)
+            self._plan_latent_attention(name, module)
             self._plan_mlp(name, module)
         self._plan_by_style(styles)
 
@@ -90,10 +96,30 @@ class ParallelPlan:
             for leaf, part, count in (("q_proj", cut.query, num_heads), ("k_proj", cut.kv, num_kv), ("v_proj", cut.kv, num_kv)):
                 rows = children[leaf].weight.shape[0]
                 self._cut(f"{name}.{leaf}", 0, (_scaled(part, self._per(f"{name}.{leaf}", rows, count)),), rows)
-        columns = children["o_proj"].weight.shape[1]
+        self._cut_output(name, by_rank, num_heads)
+
+    def _plan_latent_attention(self, name: str, module: Any) -> None:
+        """What makes queries, keys and values of latents by rows and the output by columns, at the borders of heads."""
+        children = {leaf: child for leaf, child in module._modules.items() if child is not None}
+        query = "q_b_proj" if "q_b_proj" in children else "q_proj"
+        if not {query, "kv_b_proj", "o_proj"} <= set(children) <= _OF_LATENTS or module._parameters:
+            return
+        num_heads = getattr(module, "num_heads", None)
+        if num_heads is None or getattr(module, "num_key_value_groups", None) != 1:
+            return
+        by_rank = [head_cut(num_heads, num_heads, rank, self.tp.world) for rank in range(self.tp.world)]
+        own = self.heads[name] = by_rank[self.tp.rank]
+        for leaf in (query, "kv_b_proj"):
+            rows = children[leaf].weight.shape[0]
+            self._cut(f"{name}.{leaf}", 0, (_scaled(own.query, self._per(f"{name}.{leaf}", rows, num_heads)),), rows)
+        self._cut_output(name, by_rank, num_heads)
+
+    def _cut_output(self, name: str, by_rank: Sequence[HeadCut], num_heads: int) -> None:
+        """An attention module's output projection, at the columns of each rank's heads."""
+        columns = self.model.get_submodule(name).o_proj.weight.shape[1]
         per = self._per(f"{name}.o_proj", columns, num_heads)
         parts = [per * (c.query[1] - c.query[0]) for c in by_rank]
-        self._cut(f"{name}.o_proj", 1, (_scaled(cut.query, per),), columns, parts)
+        self._cut(f"{name}.o_proj", 1, (_scaled(by_rank[self.tp.rank].query, per),), columns, parts)
 
     def _per(self, name: str, size: int, heads: int) -> int:
         """Rows or columns of a head."""
@@ -126,7 +152,7 @@ class ParallelPlan:
             return
         if self.tp.expert_parallel:
             check_divisible(module, name)
-            self.whole_experts[name] = expert_range(down.shape[0], self.tp.rank, self.tp.world)
+            self.whole_experts[name] = self.tp.expert_range(down.shape[0])
             return
         if getattr(module, "has_post_expert_norm", False):  # it is not linear: a norm of a part is no part of the norm
             raise InputError("experts with a norm after each cannot be cut by channels", tensor=name, found=type(module).__name__,
@@ -320,7 +346,7 @@ class ParallelPlan:
         """Cut unquantized experts, and sum what all ranks' parts of the experts give."""
         module = self.model.get_submodule(name)
         if _DOWN in module._parameters:
-            _cut_dense_experts(module, self, name)
+            cut_dense_experts(module, self.experts[name], self.tp.rank)
         module.register_forward_hook(lambda _module, _args, y: self.tp.sum(y))
 
 
@@ -347,41 +373,6 @@ def _set_heads(module: Any, cut: HeadCut) -> None:
                 setattr(module, name, value)
     module.config = copy.copy(module.config)
     module.config.num_attention_heads, module.config.num_key_value_heads = query, kv
-
-
-def _cut_dense_experts(module: Any, plan: ParallelPlan, name: str) -> None:
-    """Cut the stacked parameters of unquantized experts, as transformers holds them."""
-    at = plan.experts[name]
-    (start, stop), size = (at[plan.tp.rank], at[plan.tp.rank + 1]), at[-1]
-    transposed, interleaved = getattr(module, "is_transposed", False), not getattr(module, "is_concatenated", True)
-    padding = -(stop - start) % 8  # torch's grouped GEMM wants strides of 16 bytes; channels of zeros add nothing
-    for leaf, parameter in list(module._parameters.items()):
-        if parameter is None:
-            continue
-        is_bias, base = leaf.endswith("_bias"), leaf.removesuffix("_bias")
-        if base == _DOWN and is_bias:
-            if plan.tp.rank:
-                parameter.data.zero_()
-            continue
-        if base not in (_DOWN, "up_proj", _FUSED_UP):
-            continue
-        dim = 1 if is_bias else (2 if (base == _DOWN) != transposed else 1)
-        rows = parameter.shape[dim]
-        if interleaved and rows != size:
-            ranges = [(2 * start, 2 * stop)]
-        else:
-            ranges = [(first + start, first + stop) for first in range(0, rows, size)]
-        cut = _padded_ranges(parameter.detach(), dim, ranges, 2 * padding if interleaved and rows != size else padding)
-        module._parameters[leaf] = nn.Parameter(cut, requires_grad=False)
-    for attribute in ("intermediate_dim", "intermediate_size", "expert_dim"):
-        if getattr(module, attribute, None) == size:
-            setattr(module, attribute, stop - start + padding)
-
-
-def _padded_ranges(tensor: Tensor, dim: int, ranges: Sequence[tuple[int, int]], padding: int) -> Tensor:
-    """The ranges of a dimension one after the other, each with so many zeros behind it."""
-    zeros = tensor.new_zeros([padding if d == dim else size for d, size in enumerate(tensor.shape)])
-    return torch.cat([part for a, b in ranges for part in (tensor.narrow(dim, a, b - a), zeros)], dim)
 
 
 def _replace(model: Any, name: str, module: nn.Module) -> None:

@@ -44,6 +44,7 @@ class FileVerifier:
         batch_sizes: M.
         all_kernels: Every kernel that can run a layer, instead of the one that would be chosen.
         world: Tensor-parallel ranks whose slices are checked, one after the other; 1 for whole layers.
+        expert_parallel: Whether each rank has whole experts.
 
     Attributes:
         refused: Kernels that refused a layer's values when they packed it, with all_kernels: (layer, kernel, reason).
@@ -55,10 +56,11 @@ class FileVerifier:
     def __init__(
         self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, policy_of: Callable[[LayerRecord], Policy],
         batch_sizes: tuple[int, ...], *, all_kernels: bool = False, world: int = 1,
+        expert_parallel: bool = False,
     ) -> None:  # fmt: skip
         self.checkpoint, self.device, self.dtype, self.policy_of = checkpoint, device, dtype, policy_of
         self.batch_sizes, self.all_kernels = batch_sizes, all_kernels
-        self.ranks = RankSlices(checkpoint, dtype, world) if world > 1 else None
+        self.ranks = RankSlices(checkpoint, dtype, world, expert_parallel=expert_parallel) if world > 1 else None
         self.refused: list[tuple[str, str, str]] = []
 
     def checks(self, record: LayerRecord) -> Iterator[LayerCheck]:
@@ -75,7 +77,7 @@ class FileVerifier:
     def _of_slice(self, record: LayerRecord, part: RankSlice) -> Iterator[LayerCheck]:
         if part.fault:
             yield fault_of(record.name, "", part.fault, part.rank)
-        elif part.cut is not None or part.rank == 0:  # a layer that is not cut is the same on all ranks
+        elif not part.is_shared or part.rank == 0:
             yield from self._of_weight(record, part.weight, part.rank)
 
     def _of_weight(self, record: LayerRecord, weight: QuantizedWeight, rank: int | None) -> Iterator[LayerCheck]:

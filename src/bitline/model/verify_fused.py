@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from bitline.model import decode_step
 from bitline.model.kv_cache import kv_cache_layer_class
 from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.module_snapshot import snapshot
+from bitline.parallel import RowParallel
 from bitline.testing.tolerance import compare_outputs, in_order_linear, reference64, torch_linear
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
@@ -107,7 +109,8 @@ def _exact_experts(
 def check_decode_step(layer: Any, reads: Mapping[str, Read], name: str) -> Iterator[LayerCheck]:
     """Compare one token through a decoder layer's native step with the layer's own modules in float64.
 
-    The output, and the key and value that are appended to the KV cache, after 33 random positions. reads: the canonical weights
+    The output, on a tensor-parallel rank its own part of it, and the key and value that are appended to the KV cache, after 33
+    random positions. reads: the canonical weights
     of its linear layers, by their names in it. Nothing where the native step would hand over to the modules.
     """
     inputs, cache = _Inputs(layer), _Caches(layer)
@@ -115,7 +118,7 @@ def check_decode_step(layer: Any, reads: Mapping[str, Read], name: str) -> Itera
     for x in inputs.tokens:
         held = cache.filled(inputs.keys, inputs.values)
         with torch.inference_mode():
-            y = decode_step.decode_token(layer, x, inputs.rotation, held)
+            y = decode_step.decode_token(layer, x, inputs.rotation, held, alone=True)
         if y is None:
             return
         fast.append((y, *cache.last(held)))
@@ -176,9 +179,17 @@ class _Caches:
 
 
 def _remove_native_forwards(layer: Any) -> None:
-    """Let the layer and its norms run their classes' own code."""
+    """Let the layer and its norms run their classes' own code, without sums over tensor-parallel ranks."""
     for part in layer.modules():
         part.__dict__.pop("forward", None)
+        if isinstance(part, RowParallel):
+            part.forward = MethodType(_own_part, part)  # type: ignore[method-assign]
+
+
+def _own_part(layer: RowParallel, x: Tensor) -> Tensor:
+    """What a rank adds to the sum."""
+    y: Tensor = layer.linear(x)
+    return y
 
 
 def _by_modules(layer: Any, cache: _Caches, inputs: _Inputs, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -52,18 +52,20 @@ class ExpertRange:
     Attributes:
         start, stop: [start, stop) of the experts' numbers.
         total: Experts of the module on all ranks.
+        step: Between numbers: 1, but where an engine deals its experts out in turn.
     """
 
     start: int
     stop: int
     total: int
+    step: int = 1
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.numbers())
 
     def numbers(self) -> range:
         """The experts' numbers."""
-        return range(self.start, self.stop)
+        return range(self.start, self.stop, self.step)
 
 
 def boundaries(size: int, world: int, align: int = 1) -> list[int]:

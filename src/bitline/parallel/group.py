@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bitline import env
 from bitline.errors import BitlineError, InputError
+from bitline.parallel.cuts import ExpertRange, expert_range
 from bitline.parallel.one_shot import OneShotSum, open_one_shot
 from bitline.parallel.shared_memory import SharedGather, open_shared_gather
 
@@ -37,7 +38,7 @@ class TensorParallel:
         rank: This process's number in the group.
         world: Ranks.
         one_shot: Sums small tensors on a GPU in one launch, after `prepare`; None where NCCL does.
-        shared: Gathers small tensors of processes of one machine on CPUs, after `prepare`; None where gloo does.
+        shared: Gathers and sums small tensors of processes of one machine on CPUs, after `prepare`; None where gloo does.
     """
 
     one_shot: OneShotSum | None = None
@@ -80,6 +81,10 @@ class TensorParallel:
         group = tp if isinstance(tp, TensorParallel) else cls(tp, expert_parallel=expert_parallel)
         return group if group.world > 1 else None
 
+    def expert_range(self, total: int) -> ExpertRange:
+        """This rank's experts of a module of so many; an InputError for more ranks than experts."""
+        return expert_range(total, self.rank, self.world)
+
     def prepare(self, device: torch.device) -> None:
         """Share memory between ranks where they can. All ranks call it, before they capture a CUDA graph."""
         if device.type == "cpu" and dist.get_backend(self.group) == "gloo" and self.shared is None:
@@ -99,7 +104,8 @@ class TensorParallel:
         if self.one_shot is not None and x.is_cuda and self.one_shot.fits(flat):
             return self.one_shot(flat, dtype).view(x.shape)
         if flat.nbytes <= ONE_SHOT_BYTES:
-            return _ordered_sum(self._gather_flat(flat), dtype).view(x.shape)
+            total = None if self.shared is None or x.is_cuda else self.shared.sum(flat, dtype)
+            return (_ordered_sum(self._gather_flat(flat), dtype) if total is None else total).view(x.shape)
         return self._sum_in_parts(flat, dtype).view(x.shape)
 
     def _sum_in_parts(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,10 +124,23 @@ class TensorParallel:
 
     def concatenate(self, x: Tensor, sizes: list[int]) -> Tensor:
         """All ranks' x [..., sizes[rank]] along the last dimension."""
-        widest = max(sizes)
-        padded = torch.nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()
+        missing = max(sizes) - x.shape[-1]
+        padded = (torch.nn.functional.pad(x, (0, missing)) if missing else x).contiguous()
         parts = self._gather_flat(padded.view(-1)).view(self.world, *padded.shape)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
+
+    def best(self, x: Tensor, start: int) -> Tensor:
+        """The largest of all ranks' x [n] and its number, the first one's of equals. NaN where any rank has one.
+
+        Args:
+            x: On this rank the numbers from `start` on.
+
+        Returns:
+            float64 [2]: the value, and the number, which is exact below 2^53.
+        """
+        own = x.max(0)
+        by_rank = self._gather_flat(torch.stack((own.values.double(), (own.indices + start).double())))
+        return by_rank[by_rank[:, 0].max(0).indices]
 
     def _gather_flat(self, flat: Tensor) -> Tensor:
         """[world, numel]."""

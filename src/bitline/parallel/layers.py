@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +114,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., K], the same on every rank."""
+        if ids.numel() == 1 and ids.device.type == "cpu":
+            token = int(ids)
+            row = self.embedding(ids - self.start if self.start <= token < self.stop else torch.zeros_like(ids))
+            return self.tp.sum(row if self.start <= token < self.stop else torch.zeros_like(row))
         mine = (ids >= self.start) & (ids < self.stop)
         rows = self.embedding(torch.where(mine, ids - self.start, 0))
         return self.tp.sum(rows.where(mine.unsqueeze(-1), 0.0))
@@ -126,11 +131,22 @@ class GatherOutput(nn.Module):
 
     def __init__(self, linear: nn.Module, tp: TensorParallel, sizes: list[int]) -> None:
         super().__init__()
-        self.linear, self.tp, self.sizes = linear, tp, sizes
+        self.linear, self.tp, self.sizes, self.start = linear, tp, sizes, sum(sizes[: tp.rank])
+        self._gathers = True
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N], the same on every rank."""
-        return self.tp.concatenate(self.linear(x), self.sizes)
+        y: Tensor = self.linear(x)
+        return self.tp.concatenate(y, self.sizes) if self._gathers else y
+
+    @contextlib.contextmanager
+    def own_rows(self) -> Iterator[None]:
+        """`forward` returns this rank's rows alone: [..., N of this rank], from row `start` on."""
+        self._gathers = False
+        try:
+            yield
+        finally:
+            self._gathers = True
 
 
 class SplitInput(nn.Module):

@@ -15,6 +15,7 @@ from bitline.errors import BitlineError, InputError
 from bitline.expert_gate import ExpertGate
 from bitline.experts import QuantExperts
 from bitline.model.rank_slices import OneRank
+from bitline.parallel.cuts import ExpertRange
 
 _LIBRARY = torch.library.Library("bitline", "FRAGMENT")
 _LIBRARY.define("vllm_experts(Tensor x, Tensor index, Tensor weights, str layer) -> Tensor")
@@ -29,10 +30,14 @@ class BitlineExpertsMethod(FusedMoEMethodBase):
     def __init__(self, weights: ModelWeights, layer: Any, name: str) -> None:
         super().__init__(layer.moe_config)
         self.weights, self.name, self.device = weights, name, torch.get_default_device()
+        self.own = experts_of_map(layer.expert_map_manager.expert_map) if self.moe.use_ep else None
 
     def _experts(self, weights: ModelWeights) -> ExpertWeights:
         """A checkpoint's experts on this rank."""
-        ranks = OneRank(self.moe.tp_rank, self.moe.tp_size, exact_activation_scales=False)  # each rank quantizes its own part
+        if self.own is not None:
+            ranks = OneRank(self.moe.ep_rank, self.moe.ep_size, expert_parallel=True, experts=self.own)
+        else:  # each rank quantizes its own part
+            ranks = OneRank(self.moe.tp_rank, self.moe.tp_size, exact_activation_scales=False)
         return weights.experts(self.moe.in_dtype, self.device, ranks)
 
     def layers(self) -> list[str]:
@@ -46,10 +51,15 @@ class BitlineExpertsMethod(FusedMoEMethodBase):
     def create_weights(self, layer: Any, **_attributes: Any) -> None:
         """Refuse what vLLM can ask of experts and Bitline's do not have. There are no parameters for vLLM to load."""
         where: dict[str, Any] = {"file": self.weights.path, "tensor": self.name}
-        if self.moe.use_ep:
+        if self.own is not None and not self.own:
             raise InputError(
-                "quantization='bitline' does not spread experts over ranks", found="expert parallelism", **where,
-                expected="every expert on every rank", fix="leave enable_expert_parallel out: ranks then cut every expert",
+                "more ranks than experts", found=f"{self.moe.ep_size} ranks", expected=f"at most {self.own.total}", **where,
+                fix="leave enable_expert_parallel out: ranks then cut every expert",
+            )  # fmt: skip
+        if self.moe.moe_parallel_config.use_all2all_kernels:
+            raise InputError(
+                "quantization='bitline' does not exchange tokens between ranks", found="expert and data parallelism", **where,
+                expected="the same tokens on every rank", fix="leave enable_expert_parallel or data parallelism out",
             )  # fmt: skip
         if layer.apply_router_weight_on_input:
             raise BitlineError(
@@ -77,6 +87,9 @@ class BitlineExpertsMethod(FusedMoEMethodBase):
     ) -> Tensor:  # fmt: skip
         """x [T, K], topk_weights and topk_ids [T, k] -> y [T, K], this rank's part of the sum."""
         experts: QuantExperts = layer.bitline_experts[0]
+        if self.own is not None:
+            local = layer.expert_map[topk_ids.long()]
+            topk_ids = torch.where(local < 0, len(self.own), local)  # which stands for no expert
         if experts.is_one_call or not torch.compiler.is_compiling():
             return experts(x, topk_ids, topk_weights)
         return _OP(x, topk_ids, topk_weights, layer.layer_name)
@@ -89,13 +102,28 @@ class BitlineExpertsMethod(FusedMoEMethodBase):
         if isinstance(gate, ExpertGate):
             same_gate = gate.gated == layer.activation.is_gated and clamped == (gate.limit > 0)
             same_gate &= clamped or gate.activation == activation
-        if same_gate and experts.num_experts == layer.global_num_experts:
+        if same_gate and experts.num_experts == layer.local_num_experts:
             return
         raise BitlineError(
             "vLLM's experts are not those of transformers' model", file=self.weights.path, tensor=self.name,
-            found=f"{layer.global_num_experts} experts with {layer.activation.value}, swiglu_limit={layer.swiglu_limit}",
+            found=f"{layer.local_num_experts} experts with {layer.activation.value}, swiglu_limit={layer.swiglu_limit}",
             expected=f"{experts.num_experts} experts with {gate}", fix="leave quantization out, or use bitline.load_model",
         )  # fmt: skip
+
+
+def experts_of_map(numbers: Tensor) -> ExpertRange:
+    """This rank's experts by vLLM's map: int [E], an expert's number on this rank, -1 for the others'.
+
+    Raises:
+        InputError: For experts that are not numbered in steps of one size.
+    """
+    own = (numbers >= 0).nonzero().view(-1).tolist()
+    step = own[1] - own[0] if len(own) > 1 else 1
+    found = ExpertRange(own[0], own[-1] + 1, len(numbers), step) if own else ExpertRange(0, 0, len(numbers))
+    if [*found.numbers()] != own or numbers[own].tolist() != [*range(len(own))]:
+        raise InputError("vLLM places experts in another order than Bitline reads them", found=f"experts {own} on a rank",
+                         fix="expert_placement_strategy='linear', without load balancing")  # fmt: skip
+    return found
 
 
 def _experts_impl(x: Tensor, index: Tensor, weights: Tensor, layer: str) -> Tensor:

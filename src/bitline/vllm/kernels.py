@@ -31,16 +31,17 @@ from bitline.vllm.methods import added_bias
 TABLES = {
     "mp": "_POSSIBLE_KERNELS", "int8": "_POSSIBLE_INT8_KERNELS", "fp8": "_POSSIBLE_FP8_KERNELS",
     "fp8_block": "_POSSIBLE_FP8_BLOCK_KERNELS", "fp8_a16": "_POSSIBLE_WFP8A16_KERNELS", "nvfp4": "_POSSIBLE_NVFP4_KERNELS",
-    "mxfp4": "_POSSIBLE_MXFP4_KERNELS", "mxfp8": "_POSSIBLE_MXFP8_KERNELS",
+    "mxfp4": "_POSSIBLE_MXFP4_KERNELS", "mxfp6": "_POSSIBLE_MXFP6_KERNELS", "mxfp8": "_POSSIBLE_MXFP8_KERNELS",
 }  # fmt: skip
 _BASES: dict[str, Any] = {
     "mp": theirs.MPLinearKernel, "int8": theirs.Int8ScaledMMLinearKernel, "fp8": theirs.FP8ScaledMMLinearKernel,
     "fp8_block": theirs.Fp8BlockScaledMMLinearKernel, "fp8_a16": theirs.FP8ScaledMMLinearKernel,
-    "nvfp4": theirs.NvFp4LinearKernel, "mxfp4": theirs.MxFp4LinearKernel, "mxfp8": theirs.Mxfp8LinearKernel,
+    "nvfp4": theirs.NvFp4LinearKernel, "mxfp4": theirs.MxFp4LinearKernel,
+    "mxfp6": theirs.MxFp6LinearKernel, "mxfp8": theirs.Mxfp8LinearKernel,
 }  # fmt: skip
 _NAMES = {
     "mp": "WNA16", "int8": "Int8ScaledMM", "fp8": "Fp8ScaledMM", "fp8_block": "Fp8BlockScaledMM", "fp8_a16": "Fp8A16",
-    "nvfp4": "NvFp4", "mxfp4": "MxFp4", "mxfp8": "Mxfp8",
+    "nvfp4": "NvFp4", "mxfp4": "MxFp4", "mxfp6": "MxFp6", "mxfp8": "Mxfp8",
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def this_platform() -> Platform:
 def translate(config: Any, kind: str) -> configs.Config:
     """vLLM's config of a layer as Bitline's. An InputError where Bitline has no word for what it says.
 
-    vLLM's configs of int8, NVFP4, MXFP4 and MXFP8 name no dtype: it is the default one while vLLM builds a model.
+    vLLM's configs of int8, NVFP4, MXFP4, MXFP6 and MXFP8 name no dtype: it is the default one while vLLM builds a model.
     """
     dtype = torch.get_default_dtype()
     match kind:
@@ -80,6 +81,10 @@ def translate(config: Any, kind: str) -> configs.Config:
                 raise InputError("activations of another type", found=config.activation_quant_key, expected="MXFP4 or 16 bits")
             weight_only = config.activation_quant_key is None or _is_weight_only_file()
             return configs.MxFp4LinearLayerConfig(None, dtype, use_a16=weight_only)
+        case "mxfp6":
+            weight = _key(config.weight_quant_key)
+            assert weight is not None
+            return configs.MxFp6LinearLayerConfig(weight, _key(config.activation_quant_key), None, dtype)
     if config.bmm_batch_size is not None:
         raise InputError("a batched matrix multiplication is no linear layer", found=f"{config.bmm_batch_size} matrices")
     return configs.Mxfp8LinearLayerConfig(tuple(config.weight_shape), dtype)
