@@ -76,7 +76,7 @@ def documented(section):
 MAPS = (
     "separate_seconds", "cost_seconds", "estimated_seconds", "measured_seconds", "totals", "now", "versions", "compilers",
     "plugin_failures", "best_seconds", "sustained_seconds", "calls", "read_seconds", "compute_seconds", "dense_seconds",
-    "matmul_rates",
+    "dense_sustained_seconds",    "matmul_rates",
 )  # fmt: skip
 
 

@@ -310,7 +310,14 @@ def bench(
     threads: Annotated[int, typer.Option("--threads", min=0, metavar="N", help="CPU threads; 0: as torch chooses.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON here.")] = None,
+    baselines: Annotated[
+        str | None,
+        typer.Option("--baselines", metavar="FILE.py[:A,B]", help="Times what this Python file defines too; docs/bench.md."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON here, results as they come.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with --out of an interrupted run, on the same machine and commit.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the roofline; needs matplotlib.")] = None,
     threshold: Annotated[
         float, typer.Option("--threshold", metavar="R", help="With --compare: slower is a ratio of times above this.")
@@ -330,7 +337,9 @@ def bench(
         if not compared.ok:
             raise typer.Exit(1)
         return
-    asked = command.BenchOptions(scheme, m, mode, kernel, skip_impl, seconds, sustained, threads, device, dtype, out, plot)
+    asked = command.BenchOptions(
+        scheme, m, mode, kernel, skip_impl, seconds, sustained, threads, device, dtype, out, plot, baselines, resume
+    )
     report = command.bench_report(model, shape, batch, asked, quiet=as_json)
     emit(report.to_dict()) if as_json else show(report)
     if not report.ok:
