@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import bitline
 from bitline import InputError, types
 from bitline.cli import (
     candidate_status,
@@ -22,6 +24,7 @@ from bitline.cli import (
     render,
 )
 from bitline.kernels import registry
+from bitline.model.plan import plan as plan_of
 from bitline.platform import PACKAGES, Platform
 from bitline.select import Policy, choose
 from tiny import compressed, llama
@@ -292,3 +295,12 @@ def test_merged_layers_are_named_with_their_time(tmp_path):
     assert "load_model packs gate_proj, up_proj as one layer 320×64, 2 times" in " ".join(said.split())
     assert not explain.explain_report(folder, Platform.parse("cpu:zen"), Policy())["merged"]
     assert not explain.explain_report(folder, Platform.parse("cuda:sm90"), Policy(), tp=2)["merged"]
+
+
+def test_bytes_of_layers_include_their_biases(tmp_path):
+    """As `bitline run` counts them, which has the tensors; float32 is the input dtype of a CPU without features."""
+    folder = compressed(tmp_path, llama(attention_bias=True))[0]
+    made = report(folder, "cpu", policy=Policy(kernel="ReferenceLinearKernel"))
+    model = bitline.load_model(folder, dtype=torch.float32, policy=Policy(kernel="ReferenceLinearKernel"))
+    assert model.model.layers[0].self_attn.q_proj.bias.nbytes == 4 * 64
+    assert made["totals"][""]["packed_bytes"] == sum(row.packed_bytes for row in plan_of(model))
