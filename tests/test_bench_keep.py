@@ -142,6 +142,14 @@ def test_a_link_stays_one_and_a_device_is_written_to(tmp_path):
     bench.write_report(report, os.devnull)
 
 
+def test_a_pipe_gets_one_report():
+    program = "import sys; from bitline.cli import main; main.run()"
+    words = ["bench", "--shape", "64x64,96x64", "--mode", "C", "--m", "1", "--device", "cpu", "--out", "/dev/stdout", "--json"]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    one, _, other = done.stdout.partition("\n}\n")
+    assert done.returncode == 0 and json.loads(one + "}") == json.loads(other), done.stderr
+
+
 def test_writing_takes_a_small_part_of_the_time(monkeypatch, tmp_path):
     clock, written = Clock(), []
 

@@ -21,12 +21,13 @@ _SAME_CONDITIONS = ("sustained", "seconds_of_calls", "baselines")
 
 def write_report(report: Report, path: Path | str) -> None:
     """Write a report's JSON. A reader finds the old file or the new one, never a part. Raises InputError."""
-    target = Path(path).resolve()
+    path = Path(path)
     content = msgspec.json.format(msgspec.json.encode(report.to_dict()), indent=1) + b"\n"
     try:
-        if target.exists() and not target.is_file():  # /dev/stdout, a named pipe
-            target.write_bytes(content)
+        if _is_no_file(path):  # before links are followed: /dev/stdout may lead to a pipe, which has no path
+            path.write_bytes(content)
             return
+        target = path.resolve()
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             part.write_bytes(content)
@@ -37,16 +38,21 @@ def write_report(report: Report, path: Path | str) -> None:
         raise InputError("cannot write the report", file=path, found=error.strerror or str(error)) from error
 
 
+def _is_no_file(path: Path) -> bool:
+    """A pipe, a terminal, /dev/null."""
+    return path.exists() and not path.is_file()
+
+
 class Keeper:
     """Writes the report of a run that goes on: after every problem, less often where problems take less time than writing.
 
-    As a context it writes once more at the end, whatever ended it.
+    As a context it writes once more at the end, whatever ended it. To what is no file, such as /dev/stdout, it writes only then.
     """
 
     def __init__(self, path: Path | str, clock: Clock = time.perf_counter) -> None:
         self.path, self.clock = path, clock
         self._last: Report | None = None
-        self._next = float("-inf")
+        self._next = float("inf") if _is_no_file(Path(path)) else float("-inf")
 
     def __call__(self, report: Report) -> None:
         """Keep the report so far."""
