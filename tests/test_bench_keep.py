@@ -5,6 +5,7 @@ No test depends on how long anything takes.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -255,6 +256,16 @@ def test_each_call_of_a_baseline_reads_another_copy(monkeypatch, tmp_path):
     problems = bench.parse_grid("--m=1 --scheme=W4A16:g32 64x96", BF16)
     bench.run_problems(problems, seconds=1e-3, kernels=[REFERENCE, RIGHT], baselines={"seen": maker})
     assert len(set(seen)) == -(-(2 << 14) // (64 * 96 * 2)) > 1
+
+
+def test_the_baselines_of_the_page(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "bench.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "BASELINES" in block)
+    (tmp_path / "page.py").write_text(code)
+    problems = bench.parse_grid("--m=1,20 --kernel=reference --scheme=W8A8,W4A16:g32 64x96", BF16)
+    report = bench.run_problems(problems, seconds=1e-3, baselines=bench.read_baselines(tmp_path / "page.py"))
+    (result,), others = (problem.baselines for problem in report.problems)
+    assert result.kernel == "torch _int_mm" and result.status == "ok" and not others, result.reason
 
 
 def test_the_command_prints_baselines(peers, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import bitline
 from bitline import InputError, types
@@ -304,3 +305,13 @@ def test_bytes_of_layers_include_their_biases(tmp_path):
     model = bitline.load_model(folder, dtype=torch.float32, policy=Policy(kernel="ReferenceLinearKernel"))
     assert model.model.layers[0].self_attn.q_proj.bias.nbytes == 4 * 64
     assert made["totals"][""]["packed_bytes"] == sum(row.packed_bytes for row in plan_of(model))
+
+
+@pytest.mark.parametrize("m", ["1,,2", "0", "-1", "9" * 5000, "4..1", "x", ""])
+def test_batch_sizes_that_are_none(m):
+    with pytest.raises(typer.BadParameter, match="from 1 to 65536"):
+        main.parse_batch_sizes(m)
+
+
+def test_batch_sizes_are_those_of_bench():
+    assert main.parse_batch_sizes("1, 16,300") == (1, 16, 300) and main.parse_batch_sizes("1..8") == (1, 2, 4, 8)

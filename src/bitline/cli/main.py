@@ -13,7 +13,7 @@ import typer
 
 from bitline import env
 from bitline.cli.console import ClosedPipe, err
-from bitline.errors import BitlineError
+from bitline.errors import BitlineError, InputError
 from bitline.version import __version__
 
 app = typer.Typer(
@@ -110,11 +110,15 @@ def _finite(value: Any) -> Any:
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
-    """`1,16,512` to batch sizes M."""
-    sizes = list(dict.fromkeys(p.strip() for p in text.split(",") if p.strip()))
-    if not sizes or not all(p.isascii() and p.isdigit() and 0 < int(p) <= 1 << 16 for p in sizes):
-        raise typer.BadParameter("give whole numbers from 1 to 65536, separated by commas, as in 1,16,512", param_hint="--m")
-    return tuple(int(p) for p in sizes)
+    """`1,16,512` or `1..512` to batch sizes M."""
+    from bitline.bench.grid import parse_sizes
+
+    try:
+        return parse_sizes(text)
+    except InputError as error:
+        raise typer.BadParameter(
+            f"give whole numbers from 1 to 65536, separated by commas, as in 1,16,512, or 1..512: {error}", param_hint="--m"
+        ) from error
 
 
 def _version(wanted: bool) -> None:

@@ -134,7 +134,11 @@ def _show_rows(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         mark = Text("ok", "green") if row["ok"] else Text("FAILED", "bold red")
         rank = ["-" if row["rank"] is None else str(row["rank"])] if ranks else []
-        figures = [f"{row['error']:.1e}", f"{row['allowed']:.1e}", f"{row['nmse']:.1e}", f"{row['cosine']:.6f}"]
+        figures = (
+            ["-"] * 4
+            if row["fault"]
+            else [f"{row['error']:.1e}", f"{row['allowed']:.1e}", f"{row['nmse']:.1e}", f"{row['cosine']:.6f}"]
+        )
         m = str(row["m"]) if row["m"] else "-"
-        grid.add_row(row["layer"], *rank, short_name(row["kernel"]) or "-", m, *(["-"] * 4 if row["fault"] else figures)[:shown], mark)
+        grid.add_row(row["layer"], *rank, short_name(row["kernel"]) or "-", m, *figures[:shown], mark)
     put(grid)
