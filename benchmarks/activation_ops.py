@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from _machine import machine
-from gpu_linear import copies, replay_us
+from _measure import copies, replay_us
 
 from bitline import ops, types
 from bitline.kernels.triton.act_quant import Source

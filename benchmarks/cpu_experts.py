@@ -1,6 +1,6 @@
 """The experts of a mixture-of-experts layer on the native CPU kernel, out of DRAM.
 
-    python benchmarks/cpu_experts.py [--scheme W4A16,MXFP4] [--shape 64x768x2048x8] [--m 1,64] [--seconds 4] [--out FILE]
+    python benchmarks/cpu_experts.py [--scheme W4A16,MXFP4A16] [--shape 64x768x2048x8] [--m 1,64] [--seconds 4] [--out FILE]
 
 Shapes are experts x intermediate x hidden x experts of a token. For each M: QuantExperts with the kernel's one call (`experts`),
 the same kernel called expert by expert from Python (`loop`), only those layers' C functions, without sorting, gate and sums
@@ -28,7 +28,7 @@ from bitline.select import Policy
 from bitline.testing.generators import random_weight
 
 from _machine import machine  # isort: skip
-from cpu_native import scheme  # isort: skip
+from _measure import layer_spec  # isort: skip
 
 RESULTS = Path(__file__).parent / "results" / "cpu_experts.json"
 SHAPES = ("64x768x2048x8", "8x14336x4096x2")
@@ -40,7 +40,7 @@ def experts_of(name: str, count: int, intermediate: int, hidden: int) -> QuantEx
     """Experts whose packed weights are copies of two random ones."""
     stacks = []
     for n, k in ((2 * intermediate, hidden), (hidden, intermediate)):
-        weight = random_weight(scheme(name, n, k), 1)
+        weight = random_weight(layer_spec(name, n, k), 1)
         stack = ExpertStack(weight.spec, count, torch.device("cpu"), Policy(backend="native"))
         packed = stack.choice.kernel.pack(weight)
         stack._names = ("packed_weight",)
@@ -122,7 +122,7 @@ def row(layer: QuantExperts, name: str, shape: tuple[int, ...], m: int, seconds:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scheme", default="W4A16,MXFP4")
+    parser.add_argument("--scheme", default="W4A16,MXFP4A16")
     parser.add_argument("--shape", default=",".join(SHAPES))
     parser.add_argument("--m", default="1,4,16,64")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each scheme, shape and M")

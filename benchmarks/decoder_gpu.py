@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from _machine import machine
-from gpu_linear import RAMP, READ
+from _measure import RAMP, READ
 from torch import Tensor, nn
 
 import bitline

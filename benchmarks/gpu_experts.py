@@ -11,30 +11,23 @@ shapes. skew: the share of tokens whose experts are drawn from an eighth of them
 import argparse
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from _machine import machine
-from gpu_linear import RATE, READ, eager_us, ours, replay_us, spec_of
+from _measure import COLD, RATE, READ, eager_us, layer_spec, replay_us
 
-from bitline import Platform, choose
+from bitline import Platform, choose, timing
 from bitline.expert_gate import ExpertGate
 from bitline.experts import ExpertStack, QuantExperts, _stack_like
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.select import Policy
 from bitline.testing.generators import random_weight
-from bitline.types import LinearSpec
 
 SHAPES = ("128x768x2048x8", "8x14336x4096x2", "256x2048x7168x8", "32x2880x2880x4")
-SCHEMES = {"W4A16": "W4A16 g128", "MXFP4A16": "MXFP4A16", "FP8A16": "FP8A16"}
 GATE = ExpertGate("silu")
-
-
-def layer_spec(scheme: str, n: int, k: int) -> LinearSpec:
-    """Of one projection; groups of 64 where K is no multiple of 128."""
-    spec = spec_of(SCHEMES[scheme], n, k)
-    return spec.replace(block=(1, 64)) if spec.block[1] == 128 and k % 128 else spec
 
 
 def experts_of(scheme: str, count: int, intermediate: int, hidden: int, kernel: str) -> QuantExperts:
@@ -71,7 +64,7 @@ def row(layer: QuantExperts, name: str, shape: tuple[int, ...], m: int, skew: fl
     routes = [(routing(count, top_k, m, turn, skew), torch.rand(m, top_k, device="cuda")) for turn in range(turns)]
     touched = sum(int(index.unique().numel()) for index, _ in routes) / turns
     flops = 2 * m * top_k * 3 * intermediate * hidden
-    limit = 1e6 * max(touched * size / READ + 2e-6, flops / RATE["bf16"])
+    limit = 1e6 * max(touched * size / READ + 2e-6, flops / RATE)
     us = replay_us([lambda r=r: layer(x, *r) for r in routes], 10, 3)
     return {
         "kernel": layer.down.choice.best.name, "scheme": name, "experts": count, "intermediate": intermediate, "hidden": hidden,
@@ -87,8 +80,9 @@ def plain_us(name: str, shape: tuple[int, ...], m: int) -> float:
     for n, k in ((2 * shape[1], shape[2]), (shape[2], shape[1])):
         spec = layer_spec(name, n, k)
         best = choose(spec, Platform.detect("cuda"), Policy(m=(m * shape[3],))).best
-        _, _, make = ours(best.name, random_weight(spec, 1, "cuda"))
-        total += replay_us(make(torch.randn(m * shape[3], k, dtype=torch.bfloat16, device="cuda")), 5, 3)
+        calls, _ = timing.packed_calls(best.kernel, random_weight(spec, 1, "cuda"), spec, int(COLD))
+        x = torch.randn(m * shape[3], k, dtype=torch.bfloat16, device="cuda")
+        total += replay_us([partial(call, x) for call in calls], 5, 3)
     return total
 
 

@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 from _machine import machine
+from _measure import RATE, READ, replay_us
 from gpu_experts import SHAPES, experts_of, routing
-from gpu_linear import RATE, READ, replay_us
 
 from bitline.kernels.triton import experts
 from bitline.kernels.triton.heuristics import GemmConfig
@@ -83,7 +83,7 @@ def main() -> None:
             turns = max(2, min(12, int(300e6 / (size * min(count, m * top_k)))))
             routes = [(routing(count, top_k, m, t, 0.0), torch.rand(m, top_k, device="cuda")) for t in range(turns)]
             touched = sum(int(index.unique().numel()) for index, _ in routes) / turns
-            limit = 1e6 * max(touched * size / READ + 2e-6, 6 * m * top_k * intermediate * hidden / RATE["bf16"])
+            limit = 1e6 * max(touched * size / READ + 2e-6, 6 * m * top_k * intermediate * hidden / RATE)
             facts = {"shape": text, "m": m, "touched_experts": touched, "limit_us": limit}
             rows += tiles_of(layer, x, routes, m * top_k / touched, facts)
             print(text, m, min(row["us"] for row in rows if row["shape"] == text and row["m"] == m and row["us"]), flush=True)

@@ -1,15 +1,18 @@
 """Prints the tables of docs/measured/h200-w4a16.md and how many results meet which target, from the committed results.
 
 python benchmarks/hopper_tables.py
+
+The results are flat rows, or a report of `bitline bench --batch benchmarks/grids/h200_w4a16.batch --sustained`.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from _rows import rows_of
 
 RESULTS = Path(__file__).parent / "results" / "h200_hopper.json"
 BATCHES = (1, 8, 16, 24, 64, 96, 128, 256, 300, 512, 1000, 1024, 4096)
@@ -97,7 +100,7 @@ def targets(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    rows = json.loads(RESULTS.read_text())["results"]
+    rows = rows_of(RESULTS, {"GluonHopperLinearKernel": "us", "HummingLinearKernel": "humming"})
     plain = [row for row in rows if row["scheme"] == "W4A16 g128"]
     shapes(plain)
     schemes(rows, 28672, 4096)

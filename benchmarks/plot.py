@@ -20,7 +20,7 @@ from matplotlib.colors import ListedColormap
 
 ROOT = Path(__file__).parents[1]
 OURS, THEIRS, THIRD, LIMIT = "#1f5fbf", "#9aa3ad", "#d08a2e", "#444444"
-READ, RATE = 4.35e12, 790e12  # bytes/s and FLOP/s in bf16, measured on an H200 (`gpu_linear`)
+READ, RATE = 4.35e12, 790e12  # bytes/s and FLOP/s in bf16, measured on an H200
 
 
 def load(name: str) -> Any:

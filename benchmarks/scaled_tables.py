@@ -1,6 +1,8 @@
 """Prints the tables of docs/measured/h200-quantized-activations.md from the committed results.
 
 python benchmarks/scaled_tables.py
+
+The results are flat rows, or a report of `bitline bench --batch benchmarks/grids/h200_activations.batch`.
 """
 
 from __future__ import annotations
@@ -8,8 +10,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from _rows import rows_of
+
 RESULTS = Path(__file__).parent / "results"
 SCHEMES = {"FP8_DYNAMIC": "FP8 per token", "FP8_BLOCK": "FP8 in blocks", "W8A8": "W8A8"}
+COLUMNS = {"GluonHopperScaledMMLinearKernel": "us"} | {
+    f"torch {kind} product": "torch product" for kind in ("row-wise", "block", "int8")
+}
 LINES = {
     "us": "",
     "sustained_us": ", sustained",
@@ -23,7 +30,7 @@ def cell(value: float) -> str:
 
 
 def main() -> None:
-    rows = json.loads((RESULTS / "h200_quantized_activations.json").read_text())["results"]
+    rows = rows_of(RESULTS / "h200_quantized_activations.json", COLUMNS)
     batches = sorted({row["m"] for row in rows})
     for n, k in dict.fromkeys((row["n"], row["k"]) for row in rows):
         print(f"\n| {n}×{k} | " + " | ".join(("M=" if m == 1 else "") + str(m) for m in batches) + " |")

@@ -14,8 +14,8 @@ import torch
 from bitline import LinearSpec, bench, timing, types
 from bitline.bench import Options, Problem, parse_grid, run_problems
 from bitline.bench import machine as machine_of_bench
+from bitline.bench.entrants import Data
 from bitline.bench.grid import parse_sizes
-from bitline.bench.run import _Data
 from bitline.bench.schemes import NAMES
 from bitline.cli import bench_text, main
 from bitline.errors import InputError, OutOfMemoryError
@@ -112,7 +112,7 @@ def test_ranges_of_batch_sizes(given, sizes):
 def test_every_scheme_makes_a_layer_that_has_random_weights(name):
     spec = bench.scheme_of(name.lower(), 128, 512, torch.float16)
     assert spec.act_dtype == torch.float16 and LinearSpec.parse(spec.key) == spec
-    assert _Data(spec, (1,), CPU, "C").weight.spec == spec
+    assert Data(spec, (1,), CPU, "C").weight.spec == spec
 
 
 # ---- correctness -----------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_no_memory_is_an_error_that_names_the_problem(monkeypatch):
     def random_weight(spec, seed):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("bitline.bench.run.random_weight", random_weight)
+    monkeypatch.setattr("bitline.bench.entrants.random_weight", random_weight)
     with pytest.raises(OutOfMemoryError, match=r"no memory to run .*96x128.*smaller shape"):
         run_one()
 

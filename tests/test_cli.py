@@ -280,6 +280,21 @@ def test_a_conversation(folder, tmp_path):
     assert bitline("run", folder, "--interactive", "--json").returncode == 2
 
 
+def test_names_of_modules_go_on_after_a_dot():
+    from bitline.cli.render import table
+
+    def shown(width):
+        grid = table("layers", "kernel", "")
+        grid.add_row("model.layers.0.self_attn.q_proj", "CPUWNA16", "ok")
+        out = io.StringIO()
+        Console(file=out, width=width).print(grid)
+        return [line[: line.find("   ")].strip() if "   " in line else line.strip() for line in out.getvalue().splitlines()[2:]]
+
+    assert shown(60) == ["model.layers.0.self_attn.q_proj"]
+    assert shown(34) == ["model.layers.0.", "self_attn.q_proj"]
+    assert shown(26) == ["model.", "layers.0.", "self_attn.", "q_proj"]
+
+
 def test_a_table_loses_no_letter_at_any_width():
     from bitline.cli.render import table
 

@@ -8,7 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 
+import bitline
 from bitline import InputError, types
 from bitline.cli import (
     candidate_status,
@@ -22,6 +25,7 @@ from bitline.cli import (
     render,
 )
 from bitline.kernels import registry
+from bitline.model.plan import plan as plan_of
 from bitline.platform import PACKAGES, Platform
 from bitline.select import Policy, choose
 from tiny import compressed, llama
@@ -76,7 +80,7 @@ def documented(section):
 MAPS = (
     "separate_seconds", "cost_seconds", "estimated_seconds", "measured_seconds", "totals", "now", "versions", "compilers",
     "plugin_failures", "best_seconds", "sustained_seconds", "calls", "read_seconds", "compute_seconds", "dense_seconds",
-    "matmul_rates",
+    "dense_sustained_seconds",    "matmul_rates",
 )  # fmt: skip
 
 
@@ -292,3 +296,22 @@ def test_merged_layers_are_named_with_their_time(tmp_path):
     assert "load_model packs gate_proj, up_proj as one layer 320×64, 2 times" in " ".join(said.split())
     assert not explain.explain_report(folder, Platform.parse("cpu:zen"), Policy())["merged"]
     assert not explain.explain_report(folder, Platform.parse("cuda:sm90"), Policy(), tp=2)["merged"]
+
+
+def test_bytes_of_layers_include_their_biases(tmp_path):
+    """As `bitline run` counts them, which has the tensors; float32 is the input dtype of a CPU without features."""
+    folder = compressed(tmp_path, llama(attention_bias=True))[0]
+    made = report(folder, "cpu", policy=Policy(kernel="ReferenceLinearKernel"))
+    model = bitline.load_model(folder, dtype=torch.float32, policy=Policy(kernel="ReferenceLinearKernel"))
+    assert model.model.layers[0].self_attn.q_proj.bias.nbytes == 4 * 64
+    assert made["totals"][""]["packed_bytes"] == sum(row.packed_bytes for row in plan_of(model))
+
+
+@pytest.mark.parametrize("m", ["1,,2", "0", "-1", "9" * 5000, "4..1", "x", ""])
+def test_batch_sizes_that_are_none(m):
+    with pytest.raises(typer.BadParameter, match="from 1 to 65536"):
+        main.parse_batch_sizes(m)
+
+
+def test_batch_sizes_are_those_of_bench():
+    assert main.parse_batch_sizes("1, 16,300") == (1, 16, 300) and main.parse_batch_sizes("1..8") == (1, 2, 4, 8)

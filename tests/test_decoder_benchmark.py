@@ -22,7 +22,7 @@ def bench(monkeypatch):
     import decoder_gpu
 
     yield decoder_gpu
-    for name in ("decoder_gpu", "gpu_linear", "_machine"):
+    for name in ("decoder_gpu", "_measure", "_machine"):
         sys.modules.pop(name, None)
 
 

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 import bitline
+import bitline.bench
 import bitline.kernels.linear
 import bitline.testing
 from bitline.formats import discovery
 from bitline.kernels import registry
+from tiny import compressed, llama
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -146,7 +148,8 @@ def test_api_pages_have_every_public_name(name, module):
     assert not missing, missing
 
 
-def test_hopper_tables_are_what_the_results_say(capsys):
+def test_hopper_tables_are_what_the_results_say(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     runpy.run_path(str(ROOT / "benchmarks" / "hopper_tables.py"), run_name="__main__")
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     written = (DOCS / "measured" / "h200-w4a16.md").read_text().splitlines()
@@ -170,3 +173,22 @@ def test_architecture_has_every_package_folder():
     folders = {path.parent.name for path in (ROOT / "src" / "bitline").rglob("*/__init__.py")}
     missing = [name for name in sorted(folders) if name != "bitline" and f"{name}/" not in text]
     assert not missing, missing
+
+
+def test_the_readme_example(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    path = str(compressed(tmp_path / "tiny", llama())[0])
+    block = block.replace('"path/to/checkpoint"', repr(path)).replace('device="cuda"', 'device="cpu"')
+    scope = {"module": llama()}
+    exec(compile(block, "README.md", "exec"), scope)
+    assert scope["y"].shape == (3, 4096) and scope["shard"].spec.k < 4096 and scope["model"].bitline_weights
+
+
+def test_the_bench_example(tmp_path, monkeypatch):
+    (block,) = (block for block in python_blocks("bench.md") if "run_problems" in block)
+    block = block.replace('device="cuda", seconds=0.5', "seconds=0.01").replace("4096x4096", "64x128")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bitline.bench, "roofline", lambda report, path: Path(path).touch())  # test_bench.py draws one
+    scope: dict = {}
+    exec(compile(block, "bench.md", "exec"), scope)
+    assert scope["report"].ok and len(scope["report"].problems) == 2 and (tmp_path / "roofline.png").exists()

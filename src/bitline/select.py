@@ -173,6 +173,11 @@ class Choice:
         """The chosen candidate."""
         return self.candidates[0]
 
+    def packed_bytes(self) -> int:
+        """Bytes of the layer as the chosen kernel holds it: packed weight, by its own estimate, and bias."""
+        bias = self.spec.n * self.spec.act_dtype.itemsize if self.spec.bias else 0
+        return self.kernel.packed_bytes(self.spec) + bias
+
     @property
     def runner_up(self) -> Candidate | None:
         """The next candidate that can run the layer."""

@@ -1,7 +1,6 @@
 """Every format through from_pretrained: the bits of load_model, in float32 and bfloat16, and the same greedy tokens."""
 
 import forms
-import gguf
 import pytest
 import torch
 from loading import IDS, assert_same, logits, through_transformers
@@ -11,7 +10,7 @@ import bitline
 from bitline.experts import QuantExperts
 from bitline.model.embedding import QuantEmbedding
 from bitline.model.plan import quant_linears
-from test_architectures import write_gguf
+from dense_gguf import write_dense
 from thinning import thinned
 from tiny import compressed, llama
 
@@ -40,7 +39,7 @@ def test_mixture_of_experts(tmp_path, form, dtype):
 def test_gguf(tmp_path, kind, head, dtype):
     dense = llama(tie_word_embeddings=not head)
     path = tmp_path / "model.gguf"
-    write_gguf(path, dense, "llama", gguf.GGMLQuantizationType[kind], head=head)
+    write_dense(path, dense, "llama", kind, head=head)
     model = assert_same(path, dtype)
     quantized = kind.startswith("Q")
     assert isinstance(model.model.embed_tokens, QuantEmbedding) == quantized

@@ -55,6 +55,38 @@ def expected(path: Path, dtype: torch.dtype = torch.float32) -> list[int]:
     return out[0, len(PROMPT) :].tolist()
 
 
+def check_tokens(path: Path, **options: Any) -> None:
+    """An engine with quantization="bitline" gives load_model's tokens."""
+    assert served(path, quantization="bitline", **options) == expected(path)
+
+
+def check_two_ranks(path: Path, monkeypatch: Any) -> None:
+    """So do two ranks, a core each."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    check_tokens(path, tensor_parallel_size=2, distributed_executor_backend="mp")
+
+
+def check_bfloat16(path: Path) -> None:
+    """In bfloat16 an engine's tokens are nearly greedy ones."""
+    assert regret(path, served(path, quantization="bitline", dtype="bfloat16")) < 0.1
+
+
+def check_reload(path: Path, other: Path, addresses: Callable[[Any], list[int]]) -> None:
+    """A running engine takes another checkpoint's weights and the first one's again; packed tensors stay where they are.
+
+    addresses: Of a worker's packed tensors, which captured graphs hold.
+    """
+    with engine(path, quantization="bitline") as llm:
+        first = generate(llm)
+        (before,) = llm.collective_rpc(addresses)
+        for source, tokens in ((other, expected(other)), (path, first)):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(source)})
+            llm.reset_prefix_cache()
+            assert generate(llm) == tokens
+            assert llm.collective_rpc(addresses) == [before] and before
+        assert expected(other) != first
+
+
 def regret(path: Path, tokens: list[int]) -> float:
     """How far tokens are from greedy ones: the most by which a logit is below the largest, in standard deviations of the logits.
 

@@ -6,7 +6,7 @@ pytest.importorskip("vllm.engine.arg_utils")
 
 import torch
 import vllm_models
-from engine import engine, expected, generate, regret, served
+from engine import check_bfloat16, check_reload, check_tokens, check_two_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -16,47 +16,32 @@ def verified(monkeypatch):
 
 @pytest.mark.parametrize("name", vllm_models.BY_NAME)
 def test_a_format_gives_the_tokens_of_load_model(name, checkpoint):
-    path = checkpoint(name)
-    assert served(path, quantization="bitline") == expected(path)
+    check_tokens(checkpoint(name))
 
 
 @pytest.mark.parametrize("name", ["gptq-actorder", "gguf-q4_0"])
 def test_a_compiled_model_gives_the_same_tokens(name, checkpoint):
     """Act-order has operators of its own beside the kernel's; GGUF also has a quantized embedding."""
-    path = checkpoint(name)
-    assert served(path, quantization="bitline", enforce_eager=False) == expected(path)
+    check_tokens(checkpoint(name), enforce_eager=False)
 
 
 @pytest.mark.parametrize("name", ["gptq-actorder", "gguf-q4_0", "gptq-bias"])
 def test_two_ranks_give_the_same_tokens(name, checkpoint, monkeypatch):
     """Columns of act-order layers, rows of the vocabulary, and biases are cut; each rank checks its layers."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    path = checkpoint(name)
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    assert served(path, quantization="bitline", **options) == expected(path)
+    check_two_ranks(checkpoint(name), monkeypatch)
 
 
 def test_bfloat16_gives_greedy_tokens(checkpoint):
-    path = checkpoint("ct-w4a16")
-    assert regret(path, served(path, quantization="bitline", dtype="bfloat16")) < 0.1
+    check_bfloat16(checkpoint("ct-w4a16"))
 
 
 def test_weights_are_reloaded_in_place(checkpoint, tmp_path):
-    path, model = checkpoint("gptq"), vllm_models.llama()
+    model = vllm_models.llama()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     other = vllm_models.write(tmp_path / "other", model, "gptq", "W4A16", 64)
-    with engine(path, quantization="bitline") as llm:
-        first = generate(llm)
-        (before,) = llm.collective_rpc(packed_addresses)
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
-        llm.reset_prefix_cache()
-        assert generate(llm) == expected(other) != first
-        assert llm.collective_rpc(packed_addresses) == [before]
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
-        llm.reset_prefix_cache()
-        assert generate(llm) == first
+    check_reload(checkpoint("gptq"), other, packed_addresses)
 
 
 def packed_addresses(worker):

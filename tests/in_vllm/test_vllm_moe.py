@@ -9,7 +9,7 @@ pytest.importorskip("vllm.engine.arg_utils")
 
 import torch
 import vllm_moe_models
-from engine import engine, expected, generate, regret, rewritten, served
+from engine import check_bfloat16, check_reload, check_tokens, check_two_ranks, expected, rewritten, served
 from vllm.model_executor.layers.fused_moe import MoEActivation
 
 from bitline.errors import BitlineError, CheckpointError, InputError
@@ -47,15 +47,13 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize("name", vllm_moe_models.BY_NAME)
 def test_a_form_gives_the_tokens_of_load_model(name, checkpoint):
-    path = checkpoint(name)
-    assert served(path, quantization="bitline") == expected(path)
+    check_tokens(checkpoint(name))
 
 
 @pytest.mark.parametrize("name", ["mixtral pack-quantized", "qwen3 gptq act-order of gate and up"])
 def test_a_compiled_model_gives_the_same_tokens(name, checkpoint):
     """The first layer's experts are one operator; those of the second have gate and up apart, and run one by one."""
-    path = checkpoint(name)
-    assert served(path, quantization="bitline", enforce_eager=False) == expected(path)
+    check_tokens(checkpoint(name), enforce_eager=False)
 
 
 def test_a_compiled_model_with_latent_attention_is_refused(checkpoint):
@@ -66,27 +64,16 @@ def test_a_compiled_model_with_latent_attention_is_refused(checkpoint):
 @pytest.mark.parametrize("name", ["qwen3 gptq act-order", "gpt-oss mxfp4"])
 def test_two_ranks_give_the_same_tokens(name, checkpoint, monkeypatch):
     """Channels of act-order experts are cut, and biases and rows of gate and up that alternate."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    path = checkpoint(name)
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    assert served(path, quantization="bitline", **options) == expected(path)
+    check_two_ranks(checkpoint(name), monkeypatch)
 
 
 def test_bfloat16_gives_greedy_tokens(checkpoint):
-    path = checkpoint("mixtral gptq")
-    assert regret(path, served(path, quantization="bitline", dtype="bfloat16")) < 0.1
+    check_bfloat16(checkpoint("mixtral gptq"))
 
 
 def test_experts_are_reloaded_in_place(checkpoint, tmp_path):
-    path, other = checkpoint("qwen3 gptq"), tmp_path / "other"
-    vllm_moe_models.write_noisy(other)
-    with engine(path, quantization="bitline") as llm:
-        first = generate(llm)
-        (before,) = llm.collective_rpc(packed_addresses)
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
-        llm.reset_prefix_cache()
-        assert generate(llm) == expected(other) != first
-        assert llm.collective_rpc(packed_addresses) == [before] and before
+    vllm_moe_models.write_noisy(tmp_path / "other")
+    check_reload(checkpoint("qwen3 gptq"), tmp_path / "other", packed_addresses)
 
 
 def packed_addresses(worker):

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import bitline
+import dense_gguf
 from bitline import bitstream, types
 from bitline.conversion.exact import exact_encoding
 from bitline.conversion.targets import TARGETS
@@ -186,45 +187,15 @@ def write_bitsandbytes(folder: Path, model: Any) -> Path:
 
 
 def write_gguf(path: Path, model: Any, kind: str) -> Path:
-    """A GGUF file as llama.cpp's converter writes a Llama: its names, metadata, tokenizer, and row order of q and k."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    config, quant = model.config, gguf.GGMLQuantizationType[kind]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(["<unk>", "<s>", "</s>", "a", "b", "ab", *(f"t{i}" for i in range(6, config.vocab_size))])
-    writer.add_token_types([1] * config.vocab_size)
-    writer.add_token_merges(["a b"])
+    """A GGUF file of a Llama with a tokenizer."""
+    config = model.config
+    writer = dense_gguf.start(path, "llama", config)
+    tokens = ["<unk>", "<s>", "</s>", "a", "b", "ab", *(f"t{i}" for i in range(6, config.vocab_size))]
+    dense_gguf.add_tokenizer(writer, tokens, ["a b"], pre="smollm")
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        stem, _, leaf = name.rpartition(".")
-        data = tensor.float().numpy()
-        if "q_proj" in name or "k_proj" in name:
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            data = data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
-        target = f"{names.get_name(stem)}.{leaf}"
-        if data.ndim == 2:
-            writer.add_tensor(target, encode(np.ascontiguousarray(data), quant), raw_dtype=quant)
-        else:
-            writer.add_tensor(target, np.ascontiguousarray(data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    dense_gguf.add_tensors(writer, model, "llama", kind, head=not config.tie_word_embeddings, encode=encode)
+    return dense_gguf.finish(writer, path)
 
 
 def encode(data: np.ndarray, kind: Any) -> np.ndarray:

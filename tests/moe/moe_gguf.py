@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 
+import dense_gguf
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES
 
 NAMES = {
@@ -25,37 +26,20 @@ def write_gguf(path: Path, model: Any, kind: Callable[[str], str], tokenizer: bo
     """A file of the model. kind: the block type of a tensor, by its name in the file; norms and routers are F32."""
     config = model.config
     tokens = ["w", *map(str, range(10)), *(f"w{i}" for i in range(config.vocab_size - 11))]
-    writer = gguf.GGUFWriter(path, "qwen3moe")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer = dense_gguf.start(path, "qwen3moe", config, config.rope_parameters["rope_theta"])
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_vocab_size(config.vocab_size)
     if tokenizer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("default")
-        writer.add_token_list(tokens)
-        writer.add_token_types([1] * len(tokens))
-        writer.add_token_merges([f"w {i}" for i in range(10)])
+        dense_gguf.add_tokenizer(writer, tokens, [f"w {i}" for i in range(10)])
     for name, tensor in _tensors(model):
         quantization = kind(name) if tensor.dim() > 1 and "ffn_gate_inp" not in name else "F32"
         data, values = blocks(tensor, quantization)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=GGMLQuantizationType[quantization])
         tensor.copy_(values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return dense_gguf.finish(writer, path)
 
 
 def _tensors(model: Any) -> list[tuple[str, torch.Tensor]]:

@@ -213,8 +213,7 @@ def test_whole_experts_on_each_rank(name, two_ranks, written, alone):
 
 def packed_bytes(spec):
     policy = bitline.Policy(kernel="ReferenceLinearKernel", strict=False)
-    choice = bitline.choose(spec, bitline.Platform.detect("cpu"), policy)
-    return choice.kernel.packed_bytes(choice.spec) + (spec.n * spec.act_dtype.itemsize if spec.bias else 0)
+    return bitline.choose(spec, bitline.Platform.detect("cpu"), policy).packed_bytes()
 
 
 @pytest.mark.parametrize("name", ["qwen3 int8", OWN_SCALES])

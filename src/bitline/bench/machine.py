@@ -34,12 +34,13 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit that runs, with "+" where files differ from it; None outside of a clone."""
+    """The commit that runs, with "+" where files other than results differ from it; None outside of a clone."""
     root = Path(__file__).parents[3]
     if not (root / "csrc").is_dir() or not (root / "src" / "bitline").is_dir():  # an installed package
         return None
     try:
-        head, changes = _git(root, "rev-parse", "--short=12", "HEAD"), _git(root, "status", "--porcelain", "--untracked-files=no")
+        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
     except OSError:  # no git
         return None
     return head + ("+" if changes else "") if head else None

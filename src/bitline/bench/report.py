@@ -16,15 +16,15 @@ Times = dict[int, float]  # by M
 
 
 class KernelResult(msgspec.Struct):
-    """One kernel's part in a problem.
+    """The part of a kernel, or of a baseline, in a problem.
 
     Attributes:
-        kernel: Class name.
+        kernel: Class name, or the baseline's name.
         status: "ok"; "failed", wrong results or an exception; "refused", it cannot take these values, or there is no memory;
             "unimplemented", it was asked for and cannot run the layer; "skipped", by --skip-impl.
         reason: Why it is not "ok".
         packed_bytes: Of its packed weight; 0 where it did not run.
-        error: Largest absolute error on random data; None where it was not checked.
+        error: Largest absolute error on random data, a baseline's relative to the result's size; None where it was not checked.
         allowed: Allowed for that M.
         measured_seconds: Medians; empty where it was not timed.
         best_seconds: Of the same calls the least.
@@ -68,7 +68,9 @@ class ProblemResult(msgspec.Struct):
             `Report.bandwidth`.
         compute_seconds: The multiplications at `Report.matmul_rates`.
         dense_seconds: torch's linear of the dense weight.
+        dense_sustained_seconds: The same under sustained load, on a GPU with --sustained.
         kernels: One for each kernel that was asked for.
+        baselines: One for each baseline that has something for the layer. None of them changes the status.
     """
 
     problem: str
@@ -87,7 +89,9 @@ class ProblemResult(msgspec.Struct):
     read_seconds: Times = msgspec.field(default_factory=dict)
     compute_seconds: Times = msgspec.field(default_factory=dict)
     dense_seconds: Times = msgspec.field(default_factory=dict)
+    dense_sustained_seconds: Times = msgspec.field(default_factory=dict)
     kernels: list[KernelResult] = msgspec.field(default_factory=list)
+    baselines: list[KernelResult] = msgspec.field(default_factory=list)
 
     def limit(self, m: int) -> float:
         """The larger of the read and the compute limit, in seconds."""
@@ -99,12 +103,13 @@ class Report(msgspec.Struct):
 
     Attributes:
         machine: `bitline.bench.machine`.
-        conditions: Threads, the system's load before and after, whether a GPU was timed under sustained load.
+        conditions: Threads, the system's load before and after, whether a GPU was timed under sustained load, baselines.
         problems: In their order.
         seconds: Time taken.
         bandwidth: Bytes per second of a large read; None where nothing was timed.
         matmul_rates: Operations per second of torch's matrix product, by type of the operands.
         path: The checkpoint or batch file; None for a shape.
+        planned: Problems of the whole run: more than `problems` has while it runs, and where it was interrupted.
         schema: Of this JSON.
     """
 
@@ -115,6 +120,7 @@ class Report(msgspec.Struct):
     bandwidth: float | None = None
     matmul_rates: dict[str, float] = msgspec.field(default_factory=dict)
     path: str | None = None
+    planned: int = 0
     schema: int = SCHEMA
 
     @property

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 import typer
 
+from bitline.bench.baselines import read_baselines
 from bitline.bench.compare import Comparison, compare_reports
 from bitline.bench.grid import Options, Problem, problems_of, read_grid, with_option
+from bitline.bench.keep import Keeper
 from bitline.bench.plot import figure_class, roofline
 from bitline.bench.report import Report, read_report
 from bitline.bench.run import run_problems
@@ -21,7 +23,7 @@ from bitline.checkpoint import open_checkpoint
 from bitline.cli.fetch import local_path
 from bitline.cli.options import device_of, dtype_of
 from bitline.cli.progress import progress_bars
-from bitline.errors import BitlineError, CheckpointError, InputError
+from bitline.errors import BitlineError, CheckpointError
 from bitline.model.meta_model import default_dtype
 from bitline.model.tune import specs_of
 from bitline.platform import Platform
@@ -45,6 +47,8 @@ class BenchOptions:
     dtype: str
     out: Path | None
     plot: Path | None
+    baselines: str | None
+    resume: bool
 
 
 def bench_report(model: str | None, shape: str | None, batch: Path | None, asked: BenchOptions, *, quiet: bool) -> Report:
@@ -69,14 +73,19 @@ def bench_report(model: str | None, shape: str | None, batch: Path | None, asked
         own, words = dtype or default_dtype(None, platform), (shape or "").split(",")
         problems = _usage("--shape", lambda: [p for word in words for p in problems_of(word.strip(), options, own)])
         path = None
-    with progress_bars(quiet=quiet) as progress:
+    baselines = read_baselines(asked.baselines) if asked.baselines is not None else {}
+    earlier = read_report(asked.out) if asked.resume and asked.out is not None and asked.out.exists() else None
+    with progress_bars(quiet=quiet) as progress, Keeper(asked.out) if asked.out is not None else nullcontext() as keeper:
+
+        def keep(report: Report) -> None:
+            report.path = path
+            if keeper is not None:
+                keeper(report)
+
         report = run_problems(
-            problems, target, asked.seconds, sustained=asked.sustained,
+            problems, target, asked.seconds, sustained=asked.sustained, baselines=baselines, earlier=earlier, keep=keep,
             progress=lambda done, total: progress("layers", done, total),
         )  # fmt: skip
-    report.path = path
-    if asked.out is not None:
-        _write(report, asked.out)
     if asked.plot is not None:
         roofline(report, asked.plot)
     return report
@@ -127,17 +136,12 @@ def _check_files(asked: BenchOptions) -> None:
     for option, path in (("--out", asked.out), ("--plot", asked.plot)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise typer.BadParameter(f"not a file in a folder that exists: {path}", param_hint=option)
+    if asked.resume and asked.out is None:
+        raise typer.BadParameter("give the file of the results with --out", param_hint="--resume")
     if asked.plot is not None:
         if "P" not in asked.mode.upper():
             raise typer.BadParameter("only mode P has times to draw", param_hint="--plot")
         figure_class()
-
-
-def _write(report: Report, path: Path) -> None:
-    try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(report.to_dict()), indent=1) + b"\n")
-    except OSError as error:
-        raise InputError("cannot write the report", file=path, found=error.strerror or str(error)) from error
 
 
 def _usage(option: str, parse: Callable[[], _T]) -> _T:

@@ -53,7 +53,8 @@ def _shape(problem: ProblemResult) -> str:
 def _show_times(problem: ProblemResult) -> None:
     head = f"{problem.layers} × {problem.example}, " if problem.layers > 1 else f"{problem.example}, " if problem.example else ""
     put(Text(f"\n{head}{problem.scheme} {_shape(problem)}, input {problem.dense_dtype}", "bold"))
-    sustained = any(result.sustained_seconds for result in problem.kernels)
+    entrants = [*problem.kernels, *problem.baselines]
+    sustained = any(result.sustained_seconds for result in entrants)
     grid = table("M, kernel", "time", *(("sustained",) if sustained else ()), "/limit", "/dense", "rate", "")
     for m in problem.m:
         own = problem.dense_seconds.get(m)
@@ -63,13 +64,16 @@ def _show_times(problem: ProblemResult) -> None:
         kind = "read limit" if problem.read_seconds[m] >= problem.compute_seconds[m] else "compute limit"
         grid.add_row(Text.assemble((f"M={m} ", "bold"), (kind, "dim")), format_seconds(limit), *blank, "", "", "", "")
         rows: list[tuple[float, KernelResult | None]] = [(own, None)]
-        rows += [(result.measured_seconds[m], result) for result in problem.kernels if m in result.measured_seconds]
+        rows += [(result.measured_seconds[m], result) for result in entrants if m in result.measured_seconds]
         for seconds, result in sorted(rows, key=lambda row: row[0]):
             grid.add_row(*_cells(problem, m, seconds, result, sustained=sustained))
     put(grid)
     for result in problem.kernels:
         if result.status in ("refused", "skipped"):
             put(hanging(short_name(result.kernel), f"{result.status}: {result.reason}", "yellow"))
+    for result in problem.baselines:
+        if result.status != "ok":
+            put(hanging(result.kernel, f"{result.status}: {result.reason}", "yellow"))
 
 
 def _cells(problem: ProblemResult, m: int, seconds: float, result: KernelResult | None, *, sustained: bool) -> list[str | Text]:
@@ -77,10 +81,12 @@ def _cells(problem: ProblemResult, m: int, seconds: float, result: KernelResult 
     (n, k), width = problem.shape, DTYPES[problem.dense_dtype].itemsize
     weight = n * k * width if result is None else problem.weight_bytes
     name = Text("  dense linear", "dim")
-    if result is not None:
+    if result is not None and any(result is baseline for baseline in problem.baselines):
+        name = Text(f"  {result.kernel}", "dim")
+    elif result is not None:
         mark = ("→ ", "green") if result.kernel == problem.kernel else "  "
         name = Text.assemble(mark, short_name(result.kernel))
-    later = result.sustained_seconds.get(m) if result is not None else None
+    later = (problem.dense_sustained_seconds if result is None else result.sustained_seconds).get(m)
     extra = [format_seconds(later) if later is not None else ""] if sustained else []
     few = f"{result.calls[m]} calls" if result is not None and result.calls.get(m, 1 << 30) < 5 and not sustained else ""
     reads, operations = (weight + m * (n + k) * width) / seconds, 2 * m * n * k / seconds

@@ -85,7 +85,7 @@ def _plans(layers: ShardedLayers, policy: Policy, chooser: Chooser) -> Iterator[
             "top_k": experts.top_k if experts else 0, "names": layer_names(layers.names, short=True), "example": layers.names[0],
             "cut": layers.dim, "ranks": ranks, "whole_shape": [layers.spec.n, layers.spec.k],
             "weights": scheme_text(layers.spec), **facts, "cost_seconds": facts["candidates"][0]["cost_seconds"],
-            "packed_bytes": choice.kernel.packed_bytes(choice.spec) * max(1, stack),
+            "packed_bytes": choice.packed_bytes() * max(1, stack),
         }  # fmt: skip
 
 

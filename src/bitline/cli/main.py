@@ -13,7 +13,7 @@ import typer
 
 from bitline import env
 from bitline.cli.console import ClosedPipe, err
-from bitline.errors import BitlineError
+from bitline.errors import BitlineError, InputError
 from bitline.version import __version__
 
 app = typer.Typer(
@@ -110,11 +110,15 @@ def _finite(value: Any) -> Any:
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
-    """`1,16,512` to batch sizes M."""
-    sizes = list(dict.fromkeys(p.strip() for p in text.split(",") if p.strip()))
-    if not sizes or not all(p.isascii() and p.isdigit() and 0 < int(p) <= 1 << 16 for p in sizes):
-        raise typer.BadParameter("give whole numbers from 1 to 65536, separated by commas, as in 1,16,512", param_hint="--m")
-    return tuple(int(p) for p in sizes)
+    """`1,16,512` or `1..512` to batch sizes M."""
+    from bitline.bench.grid import parse_sizes
+
+    try:
+        return parse_sizes(text)
+    except InputError as error:
+        raise typer.BadParameter(
+            f"give whole numbers from 1 to 65536, separated by commas, as in 1,16,512, or 1..512: {error}", param_hint="--m"
+        ) from error
 
 
 def _version(wanted: bool) -> None:
@@ -310,7 +314,14 @@ def bench(
     threads: Annotated[int, typer.Option("--threads", min=0, metavar="N", help="CPU threads; 0: as torch chooses.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON here.")] = None,
+    baselines: Annotated[
+        str | None,
+        typer.Option("--baselines", metavar="FILE.py[:A,B]", help="Times what this Python file defines too; docs/bench.md."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON here, results as they come.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with --out of an interrupted run, on the same machine and commit.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the roofline; needs matplotlib.")] = None,
     threshold: Annotated[
         float, typer.Option("--threshold", metavar="R", help="With --compare: slower is a ratio of times above this.")
@@ -330,7 +341,9 @@ def bench(
         if not compared.ok:
             raise typer.Exit(1)
         return
-    asked = command.BenchOptions(scheme, m, mode, kernel, skip_impl, seconds, sustained, threads, device, dtype, out, plot)
+    asked = command.BenchOptions(
+        scheme, m, mode, kernel, skip_impl, seconds, sustained, threads, device, dtype, out, plot, baselines, resume
+    )
     report = command.bench_report(model, shape, batch, asked, quiet=as_json)
     emit(report.to_dict()) if as_json else show(report)
     if not report.ok:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich import box
@@ -13,6 +14,7 @@ from rich.text import Text
 from bitline.cli.console import out
 
 _MAX_LEAF_NAMES = 8  # kinds of layers named in one row
+_LEAST_NAME = 10  # cells of a part of a module's name: self_attn.
 _SEPARATOR = 3  # cells between two columns of a table
 
 
@@ -29,6 +31,9 @@ class Grid(Table):
             if sum(map(_least_width, self.columns)) + _SEPARATOR * (len(self.columns) - 1) <= options.max_width:
                 break
             column.no_wrap = False
+        room = options.max_width - sum(map(_least_width, self.columns[1:])) - _SEPARATOR * (len(self.columns) - 1)
+        if room < _least_width(self.columns[0]):
+            self.columns[0]._cells = [_after_dots(cell, max(room, _LEAST_NAME)) for cell in self.columns[0]._cells]
         yield from super().__rich_console__(console, options)
 
 
@@ -40,6 +45,17 @@ def _least_width(column: Column) -> int:
     """That of the longest word where it is wrapped. rich measures so whether or not it is, and gives an empty column 1."""
     words = (word for cell in (column.header, *column.cells) for word in _plain(cell).split())
     return max(1, _width(column) if column.no_wrap else max(map(cell_len, words), default=0))
+
+
+def _after_dots(cell: RenderableType, width: int) -> RenderableType:
+    """A cell whose words, names of modules, go on in a new line after a dot where they are wider than this."""
+    lines = [""]
+    for part in re.split(r"(?<=\.)", _plain(cell)):
+        if lines[-1] and cell_len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    text = "\n".join(lines)
+    return Text(text, cell.style) if isinstance(cell, Text) and not cell.spans else text if isinstance(cell, str) else cell
 
 
 def _plain(cell: RenderableType) -> str:

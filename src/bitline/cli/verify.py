@@ -28,6 +28,7 @@ from bitline.select import Policy, short_name
 from bitline.types import dtype_name
 
 _SHOWN = 10  # layers in the table that are within the tolerance
+_WIDE = 72  # cells that a table of ranks has room for all figures in
 _FUSED_SHOWN = 3  # parts that run as one call
 
 
@@ -137,11 +138,16 @@ def _worst_of_each(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _show_rows(rows: list[dict[str, Any]]) -> None:
     ranks = ("rank",) if any(row["rank"] is not None for row in rows) else ()
-    grid = table("layers", *ranks, "kernel", "M", "error", "allowed", "NMSE", "cosine", "")
+    shown = 4 if out.width >= _WIDE else 2  # the NMSE and the cosine are in the JSON too
+    grid = table("layers", *ranks, "kernel", "M", *("error", "allowed", "NMSE", "cosine")[:shown], "")
     for row in rows:
         mark = Text("ok", "green") if row["ok"] else Text("FAILED", "bold red")
         rank = ["-" if row["rank"] is None else str(row["rank"])] if ranks else []
-        figures = [f"{row['error']:.1e}", f"{row['allowed']:.1e}", f"{row['nmse']:.1e}", f"{row['cosine']:.6f}"]
+        figures = (
+            ["-"] * 4
+            if row["fault"]
+            else [f"{row['error']:.1e}", f"{row['allowed']:.1e}", f"{row['nmse']:.1e}", f"{row['cosine']:.6f}"]
+        )
         m = str(row["m"]) if row["m"] else "-"
-        grid.add_row(row["layer"], *rank, short_name(row["kernel"]) or "-", m, *(["-"] * 4 if row["fault"] else figures), mark)
+        grid.add_row(row["layer"], *rank, short_name(row["kernel"]) or "-", m, *figures[:shown], mark)
     put(grid)
