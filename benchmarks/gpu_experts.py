@@ -22,8 +22,7 @@ from _measure import COLD, RATE, READ, eager_us, layer_spec, replay_us
 from bitline import Platform, choose, timing
 from bitline.expert_gate import ExpertGate
 from bitline.experts import ExpertStack, QuantExperts, _stack_like
-from bitline.kernels.hopper.linear import GluonHopperLinearKernel
-from bitline.select import Policy
+from bitline.select import Policy, fuses_experts
 from bitline.testing.generators import random_weight
 
 SHAPES = ("128x768x2048x8", "8x14336x4096x2", "256x2048x7168x8", "32x2880x2880x4")
@@ -95,7 +94,6 @@ def main() -> None:
     parser.add_argument("--kernel", default="GluonHopper,Triton", help="Triton: the portable kernel of the scheme")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    GluonHopperLinearKernel.experts_unproven = False
     sizes, skews = list(map(int, arguments.m.split(","))), list(map(float, arguments.skew.split(",")))
     rows: list[dict[str, Any]] = []
     for text in arguments.shape.split(","):
@@ -104,6 +102,9 @@ def main() -> None:
             portable = "TritonW4A16" if name == "W4A16" else "TritonMinifloat"
             for kernel in arguments.kernel.split(","):
                 layer = experts_of(name, *shape[:3], portable if kernel == "Triton" else kernel)
+                if not all(fuses_experts(s.choice.kernel, s.spec, s.choice.platform) for s in (layer.up[0], layer.down)):
+                    print(kernel, name, text, "not in one call")
+                    continue
                 for m, skew in itertools.product(sizes, skews):
                     if skew and m < 16:
                         continue

@@ -6,9 +6,7 @@ import torch
 from bitline import types
 from bitline.errors import InputError
 from bitline.expert_gate import ExpertGate
-from bitline.experts import _resolve
 from bitline.kernels.hopper import experts, experts_config
-from bitline.kernels.hopper.linear import GluonHopperLinearKernel
 from bitline.testing import poison
 from bitline.testing.generators import inputs, lossless_inputs
 from bitline.types import ActSpec, LinearSpec
@@ -31,15 +29,6 @@ LAYERS = [  # (second projection, gate, K)
     (W4.replace(weight=types.float8_e4m3fn, block=(128, 128), scale_dtype=torch.float32,
                 act=ActSpec(types.float8_e4m3fn, True, "group", 128)), SILU, 1024),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def proven(monkeypatch):
-    """Experts run in one call, also while they are marked as unproven."""
-    monkeypatch.setattr(GluonHopperLinearKernel, "experts_unproven", False)
-    _resolve.cache_clear()
-    yield
-    _resolve.cache_clear()
 
 
 @pytest.fixture

@@ -9,7 +9,17 @@ pytest.importorskip("vllm.engine.arg_utils")
 
 import torch
 import vllm_moe_models
-from engine import check_bfloat16, check_reload, check_tokens, check_two_ranks, expected, rewritten, served
+from engine import (
+    check_bfloat16,
+    check_reload,
+    check_tokens,
+    check_two_ranks,
+    engine,
+    expected,
+    generate,
+    rewritten,
+    served,
+)
 from vllm.model_executor.layers.fused_moe import MoEActivation
 
 from bitline.errors import BitlineError, CheckpointError, InputError

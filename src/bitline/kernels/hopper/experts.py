@@ -74,6 +74,14 @@ class ExpertsPlan:
         self.gather = Launch(code.gather, (k, self.tile, min(COPY_BLOCK, 1 << (k - 1).bit_length())), warps)
         self.weighted_sum = Launch(code.weighted_sum, (n, self.tile > LARGEST_BLOCK, portable.SUM_BLOCK), warps)
         self.sum_tiles = -(-n // portable.SUM_BLOCK)
+        self.empty = runtime.fast_empty()
+
+    def new(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        """An uninitialized [rows, columns] of x's dtype on its GPU."""
+        if self.empty is None:
+            return x.new_empty(rows, columns)
+        made: Tensor = self.empty((rows, columns), (columns, 1), x.dtype)
+        return made
 
     def routes(self, index: Tensor, stream: int) -> Routes:
         """Pairs sorted by expert, and their blocks: as many as any routing takes."""
@@ -97,14 +105,14 @@ class ExpertsPlan:
         first, second = self.projections
         rows = index
         if isinstance(first, SmallProjection) and isinstance(second, SmallProjection):
-            hidden, results = x.new_empty(index.numel(), self.specs[1].k), x.new_empty(index.numel(), self.specs[1].n)
+            hidden, results = self.new(x, index.numel(), self.specs[1].k), self.new(x, index.numel(), self.specs[1].n)
             first.run(x, up, up_bias, hidden, routes, experts, top_k, stream)
             hidden = hidden if between is None else between(hidden)
             second.run(hidden, down, down_bias, results, routes, experts, 1, stream)
         else:
             assert isinstance(first, PersistentProjection) and isinstance(second, PersistentProjection)
             padded = routes.num_blocks * self.tile
-            in_order, hidden, results = (x.new_empty(padded, n) for n in (x.shape[1], self.specs[1].k, self.specs[1].n))
+            in_order, hidden, results = (self.new(x, padded, n) for n in (x.shape[1], self.specs[1].k, self.specs[1].n))
             rows = torch.empty(index.numel(), dtype=torch.int32, device=x.device)
             tensors = (x, routes.in_order, routes.blocks, in_order, rows)
             self.gather(padded, stream, tensors, (top_k, routes.num_blocks, experts))
@@ -157,8 +165,13 @@ def run_experts(
     (tokens, top_k), num_experts, specs = index.shape, up[0].shape[0], (up_spec, down_spec)
     biases = (None if up_bias is None else _aligned(up_bias), None if down_bias is None else _aligned(down_bias))
     has_bias, dtypes = (up_bias is not None, down_bias is not None), (index.dtype, weights.dtype)
-    y = x.new_empty(tokens, down_spec.n)
     step = max(8, SCRATCH_ELEMENTS // (top_k * max(up_spec.k, down_spec.k, down_spec.n)) // 8 * 8)
+    if tokens <= step:
+        plan = experts_plan(specs, gate, num_experts, has_bias, dtypes, tokens * top_k, x.device)
+        y = plan.new(x, tokens, down_spec.n)
+        plan.run(x, index, weights, up, biases[0], down, biases[1], y, between)
+        return y
+    y = x.new_empty(tokens, down_spec.n)
     for t in range(0, tokens, step):
         part = slice(t, t + step)
         pairs = index[part].numel()

@@ -90,6 +90,7 @@ class SmallProjection:
             experts, config.num_warps,
         )  # fmt: skip
         self.options = {"num_warps": config.num_warps, "launch_pdl": True}
+        self.units: tuple[int, ...] = ()
         self.tiles_n = -(-(n16_tiles // halves) // (config.n16_per_cta // halves))
         self.sizes = (spec.n, spec.k, columns // 64, n16_tiles, scheme.scales_per_row, iterations)
         self.launch: Launch | None = None
@@ -101,11 +102,19 @@ class SmallProjection:
         """out[pair] from rows of x by pair."""
         if self.launch is None:
             self.launch = Launch(runtime.experts().small_m, self.constants, self.options)
-        weight, scale, zero, alpha = _typed(packed, self.scheme)
-        tensors = (x, weight, scale, zero, x if bias is None else bias, alpha, out, *routes[:3])
-        units = (_units(weight), _units(scale), _units(zero), _units(alpha))
-        scalars = (*units, *self.sizes, routes.num_blocks, num_experts, pairs_per_x, self.tiles_n)
-        self.launch(self.tiles_n * routes.num_blocks, stream, tensors, scalars)
+            self.units = tuple(map(_units, _typed(packed, self.scheme)))  # the same for all stacks of one spec
+        tail = (*self.units, *self.sizes, routes.num_blocks, num_experts, pairs_per_x, self.tiles_n)
+        num_ctas, (numbers, in_order, blocks, _) = self.tiles_n * routes.num_blocks, routes
+        if self.launch.binary is None:
+            weight, scale, zero, alpha = _typed(packed, self.scheme)
+            tensors = (x, weight, scale, zero, x if bias is None else bias, alpha, out, numbers, in_order, blocks)
+            self.launch(num_ctas, stream, tensors, tail)
+            return
+        weight, scale, zero, alpha = packed[:4]
+        self.launch.binary(num_ctas, stream, (
+            x.data_ptr(), weight.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            alpha.data_ptr(), out.data_ptr(), numbers.data_ptr(), in_order.data_ptr(), blocks.data_ptr(), *tail, *self.constants,
+        ))  # fmt: skip
 
 
 class PersistentProjection:
