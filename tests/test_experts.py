@@ -134,12 +134,15 @@ def test_an_unproven_kernel_of_all_experts_runs_on_cpus_only(monkeypatch):
 def test_kernels_that_run_all_experts_in_one_call_come_first():
     w4 = LinearSpec(1536, 2048, types.uint4b8, (1, 128), scale_dtype=torch.bfloat16)
     w4 = w4, w4.replace(n=2048, k=768)
+    narrow = w4[0].replace(n=1544), w4[1].replace(k=772)  # half of 1544 rows are no whole tiles of 16
     fp8 = tuple(
         s.replace(weight=types.float8_e4m3fn, block=(128, 128), act=ActSpec(types.float8_e4m3fn, True, "group", 128)) for s in w4
     )
     static = tuple(s.replace(act=ActSpec(types.float8_e4m3fn, False, "tensor")) for s in fp8)
     for platform, layers, plain, of_experts in (
-        ("cuda:sm90", w4, "GluonHopperLinearKernel", "TritonW4A16LinearKernel"),
+        ("cuda:sm90", w4, "GluonHopperLinearKernel", "GluonHopperLinearKernel"),
+        ("cuda:sm90", narrow, "GluonHopperLinearKernel", "TritonW4A16LinearKernel"),
+        ("cuda:sm90", fp8, None, "TritonFakeQuantLinearKernel"),
         ("cuda:sm89", fp8, None, "TritonFakeQuantLinearKernel"),
         ("cuda:sm89", static, None, None),  # scales that each expert has of its own
         ("cpu:avx512", w4, "CPUWNA16LinearKernel", "CPUWNA16LinearKernel"),
@@ -151,7 +154,7 @@ def test_kernels_that_run_all_experts_in_one_call_come_first():
         if alone.best.name != chosen.best.name:
             other = next(c for c in chosen.candidates if c.name == alone.best.name)
             assert chosen.ranks_behind(other) == "runs the experts one by one" in chosen.explain()
-    asked = choose(w4[0], "cuda:sm90", expert_policy(Policy(kernel="GluonHopper"), 128, 8, w4))
+    asked = choose(narrow[0], "cuda:sm90", expert_policy(Policy(kernel="GluonHopper"), 128, 8, narrow))
     assert asked.best.name == "GluonHopperLinearKernel"
 
 
