@@ -38,8 +38,8 @@ class Policy:
         deterministic: Use deterministic kernels only.
         batch_invariant: Use batch-invariant kernels only, whose result for a token does not depend on M. Takes precedence over a
             backend that has none; the choice's note says so.
-        experts: The layers of one expert, where the layer is one of them: kernels that run the experts of all of these in one
-            call (`Kernel.fuses_experts`) rank before those that do not, the largest priority first.
+        experts: The layers of one expert, or their keys, where the layer is one of them: kernels that run the experts of all of
+            these in one call (`Kernel.fuses_experts`) rank before those that do not, the largest priority first.
         tuned: Use the costs that `bitline tune` measured on this machine, where the platform is this machine.
 
     Raises:
@@ -64,6 +64,8 @@ class Policy:
         if not all(isinstance(n, str) for n in (self.kernel, self.backend, *names)):
             raise NoKernelError("a policy names kernels and backends by text", found=(self.kernel, self.backend, names))
         object.__setattr__(self, "m", tuple(sizes))
+        layers = tuple(LinearSpec.parse(s) if isinstance(s, str) else s for s in self.experts)
+        object.__setattr__(self, "experts", layers)
         object.__setattr__(self, "disabled", frozenset(stripped for n in names if (stripped := n.strip())))
         object.__setattr__(self, "backend", _BACKEND_ALIASES.get(self.backend, self.backend))
 

@@ -62,7 +62,8 @@ def test_a_dict_is_a_config(folder):
 
 
 def test_config_round_trip():
-    policy = bitline.Policy(kernel="ReferenceLinearKernel", disabled=frozenset({"B", "A"}), m=(1, 8))
+    layer = bitline.LinearSpec(64, 32, bitline.types.uint4b8, (1, 32), scale_dtype=torch.bfloat16)
+    policy = bitline.Policy(kernel="ReferenceLinearKernel", disabled=frozenset({"B", "A"}), m=(1, 8), experts=(layer,))
     config = bitline.hf.BitlineConfig(policy, dtype=torch.bfloat16, merge=False, verify=True)
     again = bitline.hf.BitlineConfig.from_dict(json.loads(config.to_json_string()))
     assert again.policy == policy and again.dtype == torch.bfloat16 and again.to_dict() == config.to_dict()

@@ -61,6 +61,7 @@ class BitlineConfig(QuantizationConfigMixin):
             policy = {
                 k: sorted(v) if isinstance(v, frozenset) else list(v) if isinstance(v, tuple) else v for k, v in values.items()
             }
+            policy["experts"] = [spec.key for spec in values["experts"]]
         return {
             "quant_method": METHOD, "policy": policy, "dtype": None if self.dtype is None else dtype_name(self.dtype),
             "merge": self.merge, "native_step": self.native_step, "verify": self.verify,
