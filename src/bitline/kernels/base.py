@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bitline.act_quant import fake_quantize
 from bitline.errors import InputError
-from bitline.expert_gate import ExpertGate
+from bitline.expert_gate import ACTIVATIONS, ExpertGate
 from bitline.host import without_default_device
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict
@@ -180,12 +180,20 @@ class Kernel:
         Returns:
             By default whether the kernel has an `apply_experts` of its own.
         """
-        return cls.apply_experts.__func__ is not Kernel.apply_experts.__func__  # type: ignore[attr-defined]
+        return cls._has_apply_experts()
 
     @classmethod
     def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
-        """Whether it has `apply_experts` for experts of these specs; both are ones that `can_implement` accepts."""
-        return False
+        """Whether it has an `apply_experts` of its own, the projections fit together, and the activation between is known.
+
+        up, down: specs that `can_implement` accepts.
+        """
+        fits = up.n == (2 if gate.gated else 1) * down.k and up.act_dtype == down.act_dtype
+        return fits and gate.activation in ACTIVATIONS and cls._has_apply_experts()
+
+    @classmethod
+    def _has_apply_experts(cls) -> bool:
+        return cls.apply_experts.__func__ is not Kernel.apply_experts.__func__  # type: ignore[attr-defined]
 
     @classmethod
     def apply_experts(

@@ -183,12 +183,6 @@ class TritonFakeQuantLinearKernel(Kernel):
         return by_row and experts_proven(kernel, platform) and kernel.fuses_experts(weight_spec, platform)
 
     @classmethod
-    def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
-        """See Kernel.can_experts."""
-        up, down = _weight_only_spec(up), _weight_only_spec(down)
-        return weight_only.portable_kernel(up).can_experts(up, down, gate)
-
-    @classmethod
     def apply_experts(
         cls, x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
         down_bias: Tensor | None, up_spec: LinearSpec, down_spec: LinearSpec, gate: ExpertGate,

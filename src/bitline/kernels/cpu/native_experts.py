@@ -10,24 +10,11 @@ from torch import Tensor
 from bitline import native
 from bitline.errors import BitlineError, InputError
 from bitline.expert_gate import ExpertGate
-from bitline.kernels.cpu.packed_weight import quantizes_activations
-from bitline.types import LinearSpec
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/gemm.h: enum Dtype
 FAILURES = {-1: "it was packed by another version", -2: "no memory", -3: "no kernel for this level of CPU features"}
 _ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}  # csrc/experts.h: enum Activation
 _CALL = ctypes.c_int64 * 17  # csrc/experts.h: ExpertsCall
-
-
-def can_experts(up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
-    """Whether the core runs experts of these specs: their shapes fit, and it quantizes activations as both schemes ask."""
-    fits = up.n == down.k * (1 + gate.gated) and up.act_dtype == down.act_dtype
-    return fits and fuses(up) and fuses(down)
-
-
-def fuses(spec: LinearSpec) -> bool:
-    """Whether the core quantizes activations of a projection as its scheme asks."""
-    return quantizes_activations(spec.act)
 
 
 def apply_experts(

@@ -143,12 +143,13 @@ class CPUWNA16LinearKernel(Kernel):
     @classmethod
     def fuses_experts(cls, spec: LinearSpec, platform: Platform) -> bool:
         """All but activation schemes that are fake-quantized by torch."""
-        return native_experts.fuses(spec)
+        return packed_weight.quantizes_activations(spec.act)
 
     @classmethod
     def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
-        """All but activation schemes that are fake-quantized by torch."""
-        return native_experts.can_experts(up, down, gate)
+        """As `fuses_experts`."""
+        quantizes = all(packed_weight.quantizes_activations(spec.act) for spec in (up, down))
+        return quantizes and super().can_experts(up, down, gate)
 
     @classmethod
     def apply_experts(

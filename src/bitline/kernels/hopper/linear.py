@@ -20,7 +20,6 @@ from bitline.kernels.hopper.launch import SMALL_M, run
 from bitline.kernels.hopper.runtime import prepare
 from bitline.kernels.hopper.scheme import DequantScheme, dequant_scheme
 from bitline.kernels.providers.common import installed
-from bitline.kernels.triton import experts as portable_experts
 from bitline.platform import Platform
 from bitline.types import YES, LinearSpec, Verdict, no
 from bitline.weight import QuantizedWeight
@@ -100,11 +99,6 @@ class GluonHopperLinearKernel(Kernel):
     def fuses_experts(cls, spec: LinearSpec, platform: Platform) -> bool:
         """See `experts.fuses_experts`."""
         return experts.fuses_experts(spec)
-
-    @classmethod
-    def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
-        """See Kernel.can_experts."""
-        return portable_experts.can_experts(up, down, gate)
 
     @classmethod
     def apply_experts(

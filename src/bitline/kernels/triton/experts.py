@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitline.errors import InputError
 from bitline.expert_counts import active_experts
-from bitline.expert_gate import ACTIVATIONS, ExpertGate
+from bitline.expert_gate import ExpertGate
 from bitline.kernels.triton.heuristics import DeviceTraits, GemmConfig, choose_gemm_config, fit_to_device
 from bitline.kernels.triton.launch import device_traits, gemm_constants, interpreted
 from bitline.kernels.triton.layout import layout_of
@@ -28,12 +28,6 @@ MAX_UNSORTED = 64  # pairs up to which each may be a block of its own, which sav
 SORT_BYTES = 18e6  # of weights, read in the time of those launches
 SCRATCH_ELEMENTS = 1 << 26  # of each of the two scratch tensors of a launch: 256 MiB in float32; more tokens take more launches
 SORT_BLOCK, MAP_BLOCK, SUM_BLOCK = 1024, 32, 512
-
-
-def can_experts(up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
-    """Whether the shapes of the two projections and the gate fit together."""
-    widths = 2 if gate.gated else 1
-    return gate.activation in ACTIVATIONS and up.n == widths * down.k and up.act_dtype == down.act_dtype
 
 
 @functools.cache

@@ -54,11 +54,6 @@ class TritonWeightOnlyKernel(Kernel):
         return run(x, packed, bias, spec)
 
     @classmethod
-    def can_experts(cls, up: LinearSpec, down: LinearSpec, gate: ExpertGate) -> bool:
-        """See Kernel.can_experts."""
-        return experts.can_experts(up, down, gate)
-
-    @classmethod
     def apply_experts(
         cls, x: Tensor, index: Tensor, weights: Tensor, up: Sequence[Tensor], up_bias: Tensor | None, down: Sequence[Tensor],
         down_bias: Tensor | None, up_spec: LinearSpec, down_spec: LinearSpec, gate: ExpertGate,
