@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import hashlib
@@ -227,6 +228,8 @@ def _initialize(device: torch.device) -> None:
                              f"{gpus} GPUs on this machine", fix="start as many ranks as GPUs, or pass --device cpu")  # fmt: skip
         torch.cuda.set_device(env.local_rank())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    if device.type != "cuda":
+        atexit.register(leave)  # gloo's threads must not outlive the interpreter: that aborts the process now and then
 
 
 def leave() -> None:
