@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "group_quant.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -25,8 +26,6 @@ namespace {
 
 // Packed activations of all calls that run together, which all threads read; one thread's panel and accumulators.
 __thread Scratch call_workspace, thread_workspace;
-
-size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 
 constexpr int64_t kXChunkBytes = 1 << 19;      // of packed activations that stay in L2
 constexpr int64_t kSerialPackInt32 = 1 << 15;  // packed activations up to this size are packed by the calling thread
@@ -124,21 +123,6 @@ const GemmCall* call_of_same_x(const GemmCall* calls, int64_t i) {
   return nullptr;
 }
 
-// fn(call, task) for each of the tasks(call) tasks of all calls, on all threads.
-template <class Tasks, class F>
-void for_each_task(GemmCall* calls, int64_t count, const Tasks& tasks, const F& fn, bool brief) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < count; ++i) calls[i].first_task = total, total += tasks(calls[i]);
-  parallel_for(total, [&](int64_t task) {
-    int64_t low = 0, high = count;  // the last call whose first task is not behind this one
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (calls[middle].first_task <= task ? low : high) = middle;
-    }
-    fn(calls[low], task - calls[low].first_task);
-  }, brief);
-}
-
 // Pack all M tiles of the calls. Returns 0; -2: no memory.
 int pack_activations(GemmCall* calls, int64_t count, const GemmKernels& kernels) {
   const auto tiles = [](const GemmCall& c) { return c.x_from || reads_x_in_place(c) ? 0 : num_m_tiles(c); };
@@ -161,6 +145,7 @@ int pack_activations(GemmCall* calls, int64_t count, const GemmKernels& kernels)
 
 // Plan calls whose x, m and act_tensor_scale are set, and pack their x. Returns 0; -2: no memory.
 int prepare_calls(GemmCall* calls, int64_t count, const GemmKernels& kernels) {
+  if (const int failed = quantize_groups(calls, count)) return failed;
   size_t bytes = 0;
   for (int64_t i = 0; i < count; ++i) {
     GemmCall& c = calls[i];

@@ -45,6 +45,7 @@ struct GemmCall {
   const PackedHeader* w;
   const uint8_t* base;  // of the packed weight
   const void *x, *bias;
+  const void* x_given;  // x before it was quantized in groups; x itself where it is not
   void* y;
   int64_t m;
   int64_t m_tile_begin, m_tile_end;  // those to compute

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "parallel.h"
 
 namespace bitline {
 
@@ -20,5 +21,26 @@ void set_act_tensor_scale(const GemmKernels& kernels, GemmCall& c);
 // Initialized calls, whose x [m, k], m, y and act_tensor_scale are set; m is 1 to kMaxPassM. Each result has bitline_gemm's bits.
 // Returns 0; -2: no memory.
 int run_calls(GemmCall* calls, int64_t count, const GemmKernels& kernels);
+
+namespace {  // internal linkage: see parallel.h
+
+inline size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// fn(call, task) for each of the tasks(call) tasks of all calls, on all threads.
+template <class Tasks, class F>
+void for_each_task(GemmCall* calls, int64_t count, const Tasks& tasks, const F& fn, bool brief) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) calls[i].first_task = total, total += tasks(calls[i]);
+  parallel_for(total, [&](int64_t task) {
+    int64_t low = 0, high = count;  // the last call whose first task is not behind this one
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (calls[middle].first_task <= task ? low : high) = middle;
+    }
+    fn(calls[low], task - calls[low].first_task);
+  }, brief);
+}
+
+}  // namespace
 
 }  // namespace bitline

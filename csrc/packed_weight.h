@@ -21,6 +21,11 @@ enum ScaleType : int64_t { kNone = 0, kF32 = 1, kBF16 = 2, kF16 = 3, kU8 = 4, kI
 // Activation quantization before the GEMM, and over what one activation scale reaches.
 enum ActQuant : int64_t { kActNone = 0, kActInt8 = 1, kActInt8Asym = 2, kActFP8 = 3 };
 enum ActGranularity : int64_t { kPerToken = 0, kPerTensor = 1, kStatic = 2 };
+// The same in groups of columns: the GEMM then reads the values that the codes stand for. Element type of the codes, and format of
+// a group's scale; kGroupE4M3Scale lies under a static global one.
+enum GroupQuant : int64_t { kNoGroups = 0, kGroupInt8 = 1, kGroupE4M3 = 2, kGroupE5M2 = 3, kGroupE2M1 = 4, kGroupE2M3 = 5,
+                            kGroupE3M2 = 6 };
+enum GroupScale : int64_t { kGroupF32Scale = 0, kGroupE8M0Scale = 1, kGroupE4M3Scale = 2, kGroupE5M3Scale = 3 };
 
 // The first 256 bytes. `codes` to `lut_f32` are the sections' byte offsets from the start, 0 where a section is absent. scales,
 // offsets: [N block][group][32]. super_scales, super_offsets: float32 [N block][ceil(groups / groups_per_super_scale)][32].
@@ -42,7 +47,10 @@ struct PackedHeader {
   int32_t lut_bf16_inexact;  // 1: lut_bf16 rounds some value
   int64_t batch_invariant;   // 1: a row's result must not depend on M
   int64_t row_scales;        // 1: all groups of a row have the same scale and offset
-  int64_t reserved[5];
+  int64_t group_quant, group_scale, group_quant_k;  // kind, format of the scales, columns of a group
+  float group_global_scale;  // kGroupE4M3Scale: what block scales were multiplied by; 1 where the checkpoint has none
+  int32_t padding;
+  int64_t reserved;
 };
 static_assert(sizeof(PackedHeader) == 256);
 

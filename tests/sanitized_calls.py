@@ -148,7 +148,9 @@ def int4pack(r: random.Random) -> None:
 
 
 ACTS = (None, ActSpec(types.int8), ActSpec(types.int8, symmetric=False), ActSpec(types.int8, True, "tensor"),
-        ActSpec(types.int8, False, "tensor", 0, False), ActSpec(types.float8_e4m3fn))  # fmt: skip
+        ActSpec(types.int8, False, "tensor", 0, False), ActSpec(types.float8_e4m3fn),
+        ActSpec(types.float8_e4m3fn, granularity="group", group_size=128), ActSpec(types.int8, granularity="group", group_size=7),
+        ActSpec(types.float4_e2m1, granularity="group", group_size=32, scale="e8m0"))  # fmt: skip
 
 
 def linear_specs(r: random.Random) -> list[LinearSpec]:

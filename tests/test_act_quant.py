@@ -140,6 +140,13 @@ def test_the_mx_exponent_rounds_up_from_seven_eighths():
     assert mx_exponent(amax, 448.0).tolist() == [-8, -8, -7, -7, -7, -6, -5, -108]
 
 
+@pytest.mark.parametrize("name", ["float4_e2m1", "float6_e2m3", "float6_e3m2", "float8_e4m3fn", "float8_e5m2", "int8"])
+def test_infinity_does_not_become_a_number(name):
+    x = torch.tensor([[1.0, -torch.inf, 0.5, 0.0]])
+    act = ActSpec(types.SCALAR_TYPES[name], granularity="group", group_size=4, scale="e8m0")
+    assert not bool(fake_quantize(x, act)[0, 1].isfinite())
+
+
 @pytest.mark.parametrize("name", ["float4_e2m1", "float6_e2m3", "float6_e3m2", "float8_e4m3fn", "float8_e5m2"])
 def test_round_to_is_nearest_with_ties_to_even(name):
     values = sorted({v for v in types.SCALAR_TYPES[name].values() if math.isfinite(v) and v >= 0})

@@ -149,7 +149,8 @@ def test_same_bits_at_every_isa_level_and_thread_count():
 
 
 @pytest.mark.parametrize("schemes", [("W4A16", "W4A16"), ("W4A16_ASYM", "W8A16", "W4A16"), ("W8A8", "W4A16", "FP8_DYNAMIC"),
-                                     ("MXFP4A16", "W3A16", "W8A8")])  # fmt: skip
+                                     ("MXFP4A16", "W3A16", "W8A8"), ("FP8_BLOCK", "FP8_BLOCK", "W4A16"),
+                                     ("MXFP4", "NVFP4")])  # fmt: skip
 def test_fused_gemv_equals_separate_layers(schemes, level):
     if level == "portable":
         pytest.skip("no linear kernels at this ISA level")

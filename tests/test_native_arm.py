@@ -177,6 +177,8 @@ def test_every_type_and_group(emulated, tmp_path, dtype):
 ACTS = [ActSpec(kind, dynamic, how, 0, symmetric) for kind in (types.int8, types.float8_e4m3fn)
         for dynamic, how in ((True, "token"), (True, "tensor"), (False, "tensor"))
         for symmetric in ((True, False) if kind is types.int8 else (True,))]  # fmt: skip
+ACTS += [ActSpec(types.float8_e4m3fn, granularity="group", group_size=128),
+         ActSpec(types.float4_e2m1, granularity="group", group_size=16, scale="e4m3")]  # fmt: skip
 
 
 @pytest.mark.parametrize("act", ACTS, ids=str)

@@ -28,6 +28,7 @@ typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
 typedef int16_t I16 __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t U8 __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t U8x16 __attribute__((vector_size(16)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));  // 16 bits of each lane
 
 template <class V> INLINE V load_as(const void* p) {
   V v;
@@ -56,6 +57,16 @@ INLINE I32 load_u8(const void* p) { return I32(_mm256_cvtepu8_epi32(load_8(p)));
 INLINE I32 load_i8(const void* p) { return I32(_mm256_cvtepi8_epi32(load_8(p))); }
 INLINE float f16_to_f32(uint16_t v) { return _cvtsh_ss(v); }
 INLINE uint16_t f32_to_f16(float v) { return _cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT); }
+INLINE Halves f32_to_f16(F32 v) { return Halves(_mm256_cvtps_ph(__m256(v), _MM_FROUND_TO_NEAREST_INT)); }
+INLINE Halves high_halves(U32 v) {
+  const __m256i high = _mm256_srli_epi32(__m256i(v), 16);
+  return Halves(_mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+}
+INLINE int32_t max_lane(I32 v) {
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128(__m256i(v)), _mm256_extracti128_si256(__m256i(v), 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+  return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1)));
+}
 
 // Each byte of v from a table of 16; v: less than 16.
 INLINE U32 look_up(U8x16 table, U32 v) {
@@ -105,6 +116,9 @@ INLINE uint16_t f32_to_f16(float v) {
   const __fp16 half = __fp16(v);
   return load_as<uint16_t>(&half);
 }
+INLINE Halves f32_to_f16(F32 v) { return Halves(vcvt_f16_f32(float32x4_t(v))); }
+INLINE Halves high_halves(U32 v) { return Halves(vshrn_n_u32(uint32x4_t(v), 16)); }
+INLINE int32_t max_lane(I32 v) { return vmaxvq_s32(int32x4_t(v)); }
 
 // Each byte of v from a table of 16; v: less than 16.
 INLINE U32 look_up(U8x16 table, U32 v) { return U32(vqtbl1q_u8(uint8x16_t(table), uint8x16_t(v))); }

@@ -127,7 +127,7 @@ def _fake_quantize_block_scaled(groups: Tensor, act: ActSpec, input_global_scale
     amax = groups.abs().amax(-1, keepdim=True)
     if act.dtype.kind == "int":  # MXINT: a power-of-two scale from amax's exponent, and symmetric codes of `bits` bits
         qmax = (1 << (act.dtype.bits - 1)) - 1
-        exponent = torch.frexp(amax)[1] - 1 - (act.dtype.bits - 2)
+        exponent = _frexp(amax)[1] - 1 - (act.dtype.bits - 2)
         scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-127)), torch.ones_like(amax))
         return (groups / scale).round_().clamp_(-qmax, qmax) * scale
     if act.scale == "e8m0":
@@ -149,8 +149,14 @@ def mx_exponent(amax: Tensor, max_value: float) -> Tensor:
     rounding of weights and activations (quantization/utils/mxfp_utils.py, round_to_power_2). OCP MX 1.0, section 6.3, rounds
     down always, which clips values just below a power of two.
     """
-    mantissa, exponent = torch.frexp(amax)
+    mantissa, exponent = _frexp(amax)
     return exponent - math.frexp(max_value)[1] + (mantissa >= 0.875)
+
+
+def _frexp(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mantissa in [0.5, 1) and exponent; infinity is 0.5 * 2**129, where C's function leaves the exponent open."""
+    mantissa, exponent = torch.frexp(values)
+    return mantissa.masked_fill(values.isinf(), 0.5), exponent.masked_fill(values.isinf(), 129)
 
 
 def round_to(values: Tensor, name: str) -> Tensor:

@@ -233,8 +233,8 @@ def test_layers_call_it_directly_and_compile():
 
 
 def test_schemes_that_torch_fake_quantizes():
-    act = ActSpec(types.float8_e4m3fn, granularity="group", group_size=32)
-    spec = BASE.replace(weight=types.float8_e4m3fn, act=act)
+    act = ActSpec(types.int8, granularity="group", group_size=32, symmetric=False)
+    spec = BASE.replace(weight=types.int8, act=act)
     weight = random_weight(spec, 1)
     layer = QuantLinear(weight, kernel="CPUWNA16LinearKernel")
     assert layer._direct is None

@@ -36,6 +36,10 @@ FORMATS = {
     "W8A8 static": {"weight": types.int8, "act": ActSpec(types.int8, False, "tensor", 0, False)},
     "W8A8 tensor": {"weight": types.int8, "act": ActSpec(types.int8, True, "tensor")},
     "W8A8-FP8": {"weight": types.float8_e4m3fn, "act": ActSpec(types.float8_e4m3fn)},
+    "block FP8": {"weight": types.float8_e4m3fn, "block": (16, 32),
+                  "act": ActSpec(types.float8_e4m3fn, granularity="group", group_size=32)},
+    "MXFP4 activations": {"weight": types.float4_e2m1, "scale_dtype": torch.float8_e8m0fnu,
+                          "act": ActSpec(types.float4_e2m1, granularity="group", group_size=32, scale="e8m0")},
 }  # fmt: skip
 # Gates whose float32 arithmetic has the same bits in torch.
 EXACT_GATES = (ExpertGate("relu2"), ExpertGate("relu", gated=False))
@@ -288,7 +292,7 @@ def test_a_stack_runs_it_through_the_operator(plain, monkeypatch):
 
 
 def test_schemes_that_torch_quantizes_are_left_to_the_loop():
-    act = ActSpec(types.float8_e4m3fn, granularity="group", group_size=128)
+    act = ActSpec(types.int8, granularity="group", group_size=128, symmetric=False)
     up, down = specs_of("W4A16", GATES[0])
     assert Kernel.can_experts(up, down, GATES[0])
     assert not Kernel.can_experts(up.replace(act=act), down, GATES[0])

@@ -45,6 +45,7 @@ ARM_DIGITS, ARM_F32, ARM_BF16, ARM_INT8 = (15e-12, 10e-12), (40e-12, 30e-12), (4
 ARM_GATHER = 150e-12  # float32 values from tables of more than 16 entries
 ARM_MIN_MATRIX_M, ARM_MAX_DIGITS_M = 4, 12
 PACK_ACTIVATIONS = 1e-10  # seconds per element of x
+QUANTIZE_GROUPS, SERIAL_GROUPS = 5e-10, 1 << 15  # seconds per element of x in groups; elements that one thread quantizes
 CALL = 3e-6
 FAST_FEATURES = frozenset(("avx512_bf16", "avx512_vnni", "avx512_vbmi"))
 
@@ -170,6 +171,8 @@ class CPUWNA16LinearKernel(Kernel):
         weights, extra = spec.n * spec.k, CALL
         if not packed_weight.quantizes_activations(spec.act):
             extra += costs.fake_quant(spec, platform, m)
+        elif spec.act is not None and spec.act.granularity == "group":
+            extra += m * spec.k * QUANTIZE_GROUPS * (1.0 if m * spec.k <= SERIAL_GROUPS else costs.core_scale(platform))
         read = cls.packed_bytes(spec) / platform.rates.bandwidth
         if "avx2" not in platform.features:
             per_weight = _arm_per_weight(spec, platform, m, cls.batch_invariant)
@@ -253,7 +256,7 @@ def _digits_of_x(spec: LinearSpec) -> int:
 
 def _amx_max_digits_m(spec: LinearSpec) -> int:
     """Rows up to which digits of x are multiplied with AMX; csrc/variants/gemm_amx.cpp chooses the same way."""
-    if spec.act is not None or not _has_integer_codes(spec):
+    if packed_weight.multiplies_codes(spec.act) or not _has_integer_codes(spec):
         return 0
     layout = packed_weight.layout_of(spec)
     bits, long_groups = layout.bits, layout.group_k >= 64
@@ -286,9 +289,9 @@ def _amx_per_weight(spec: LinearSpec, m: int) -> float:
 def _compute_rate(spec: LinearSpec) -> float:
     """Operations per second of one core with AVX-512, by compute type."""
     bits = packed_weight.layout_of(spec).bits
-    native_act = spec.act is not None and packed_weight.quantizes_activations(spec.act)
-    if native_act and spec.act is not None and spec.act.dtype.kind == "int" and spec.weight.kind == "int" and bits in (4, 8):
+    codes = packed_weight.multiplies_codes(spec.act)
+    if codes and spec.act is not None and spec.act.dtype.kind == "int" and spec.weight.kind == "int" and bits in (4, 8):
         return INT8_RATE
-    if spec.act_dtype != torch.bfloat16 and not native_act:
+    if spec.act_dtype != torch.bfloat16 and not codes:
         return F32_RATE
     return BF16_OF_8_BITS_RATE if bits == 8 else BF16_RATE

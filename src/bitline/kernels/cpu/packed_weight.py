@@ -33,6 +33,8 @@ STORAGE_DTYPE = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16, U
 _ONE_LEVEL = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float8_e8m0fnu: BF16, torch.float8_e4m3fn: BF16}
 _TWO_LEVEL = {torch.uint8: U8, torch.int8: I8, torch.float8_e4m3fn: E4M3}  # times a float32 super-block or global scale
 ACT_QUANT = {"int8": 1, "float8_e4m3fn": 3}  # enum ActQuant
+GROUP_QUANT = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3, "float4_e2m1": 4, "float6_e2m3": 5, "float6_e3m2": 6}
+GROUP_SCALE = {"float": 0, "e8m0": 1, "e4m3": 2, "e5m3": 3}
 
 
 @dataclass(frozen=True)
@@ -262,15 +264,15 @@ def _header(
 ) -> bytes:
     """csrc/packed_weight.h: PackedHeader."""
     spec = weight.spec
-    act = spec.act if quantizes_activations(spec.act) else None
-    act_quant = granularity = 0
-    scale, zero, limit = 0.0, 0, math.inf
-    if act is not None:
-        act_quant = ACT_QUANT[act.dtype.name] + (not act.symmetric)
-        granularity = 2 if not act.dynamic else 1 if act.granularity == "tensor" else 0
-        scale = float(weight.input_scale) if weight.input_scale is not None and not act.dynamic else 0.0
-        zero = int(weight.input_zero) if weight.input_zero is not None and not act.symmetric and not act.dynamic else 0
-        limit = act.limit or math.inf
+    granularity = group_quant = group_scale = group_k = 0
+    act_quant, (scale, zero, limit), global_scale = 0, _static_parameters(weight), 1.0
+    if (act := spec.act) is not None and quantizes_activations(act):
+        if act.granularity == "group":
+            group_quant, group_scale, group_k = GROUP_QUANT[act.dtype.name], GROUP_SCALE[act.scale], act.group_size
+            global_scale = 1.0 if weight.input_scale is None else float(weight.input_scale)
+        else:
+            act_quant = ACT_QUANT[act.dtype.name] + (not act.symmetric)
+            granularity = 2 if not act.dynamic else 1 if act.granularity == "tensor" else 0
     integers = (
         MAGIC, size, spec.n, spec.k, layout.k_packed, layout.bits, layout.num_groups, layout.group_k,
         int(spec.weight.kind == "int"), _implicit_zero(spec), layout.scale_type, layout.offset_type,
@@ -279,14 +281,35 @@ def _header(
     # Groups that share a scale because a longer one was split.
     row_scales = not spec.ragged and spec.grid[1] == 1 and layout.scale_type not in (U8, I8, E4M3)
     flags = int(inexact), int(batch_invariant), int(row_scales)
-    return struct.pack("<23qfifi2q", *integers, scale, zero, limit, *flags).ljust(HEADER_BYTES, b"\0")
+    groups = group_quant, group_scale, group_k, global_scale
+    return struct.pack("<23qfifi5qf", *integers, scale, zero, limit, *flags, *groups).ljust(HEADER_BYTES, b"\0")
+
+
+def _static_parameters(weight: QuantizedWeight) -> tuple[float, int, float]:
+    """Scale and zero point of static activations, 0 for dynamic ones, and the bound of dynamic scales."""
+    act = weight.spec.act
+    if act is None:
+        return 0.0, 0, math.inf
+    scale = float(weight.input_scale) if weight.input_scale is not None and not act.dynamic else 0.0
+    zero = int(weight.input_zero) if weight.input_zero is not None and not act.symmetric and not act.dynamic else 0
+    return scale, zero, act.limit or math.inf
+
+
+@functools.cache
+def multiplies_codes(act: ActSpec | None) -> bool:
+    """Whether the kernel multiplies the codes of quantized activations: int8 and E4M3 per token or per tensor."""
+    return act is not None and act.dtype.name in ACT_QUANT and act.granularity != "group" and act.scale == "float" and (
+        act.symmetric or act.dtype.kind == "int"
+    )  # fmt: skip
 
 
 @functools.cache
 def quantizes_activations(act: ActSpec | None) -> bool:
-    """Whether the kernel itself does what the scheme asks of activations: nothing, or int8 and E4M3 per token or per tensor."""
-    if act is None:
+    """Whether the kernel itself does what the scheme asks of activations: nothing, codes that it multiplies, or groups of columns
+    that it replaces by the values of their codes.
+    """
+    if act is None or multiplies_codes(act):
         return True
-    return act.dtype.name in ACT_QUANT and act.granularity != "group" and act.scale == "float" and (
-        act.symmetric or act.dtype.kind == "int"
-    )  # fmt: skip
+    if act.granularity != "group" or not act.dynamic or not act.symmetric or act.dtype.name not in GROUP_QUANT:
+        return False
+    return act.dtype.bits == 8 if act.scale == "float" else act.dtype.kind == "float"
