@@ -45,7 +45,8 @@ ARM_DIGITS, ARM_F32, ARM_BF16, ARM_INT8 = (15e-12, 10e-12), (40e-12, 30e-12), (4
 ARM_GATHER = 150e-12  # float32 values from tables of more than 16 entries
 ARM_MIN_MATRIX_M, ARM_MAX_DIGITS_M = 4, 12
 PACK_ACTIVATIONS = 1e-10  # seconds per element of x
-QUANTIZE_GROUPS, SERIAL_GROUPS = 5e-10, 1 << 15  # seconds per element of x in groups; elements that one thread quantizes
+# Quantizing x in groups: seconds per element and core, a group's own, and elements up to which one thread does it.
+QUANTIZE_GROUPS, QUANTIZE_GROUP, SERIAL_GROUPS = 9e-10, 18e-9, 1 << 15
 CALL = 3e-6
 FAST_FEATURES = frozenset(("avx512_bf16", "avx512_vnni", "avx512_vbmi"))
 
@@ -172,7 +173,8 @@ class CPUWNA16LinearKernel(Kernel):
         if not packed_weight.quantizes_activations(spec.act):
             extra += costs.fake_quant(spec, platform, m)
         elif spec.act is not None and spec.act.granularity == "group":
-            extra += m * spec.k * QUANTIZE_GROUPS * (1.0 if m * spec.k <= SERIAL_GROUPS else costs.core_scale(platform))
+            threads = 1 if m * spec.k <= SERIAL_GROUPS else platform.cores
+            extra += m * spec.k * (QUANTIZE_GROUPS + QUANTIZE_GROUP / spec.act.group_size) / threads
         read = cls.packed_bytes(spec) / platform.rates.bandwidth
         if "avx2" not in platform.features:
             per_weight = _arm_per_weight(spec, platform, m, cls.batch_invariant)
