@@ -174,14 +174,16 @@ def test_experts_in_another_order_are_refused(numbers):
         experts_of_map(torch.tensor(numbers, dtype=torch.int32))
 
 
-@pytest.mark.parametrize(("own", "all2all", "found"), [
-    (ExpertRange(0, 0, 3), False, "more ranks than experts.*at most 3"),
-    (ExpertRange(0, 2, 4), True, "does not exchange tokens between ranks"),
+@pytest.mark.parametrize(("own", "dp_size", "all2all", "found"), [
+    (ExpertRange(0, 0, 3), 1, False, "more ranks than experts.*at most 3"),
+    (ExpertRange(0, 2, 4), 2, True, "does not exchange tokens between ranks.*data parallelism of 2"),
+    (None, 2, False, "does not exchange tokens between ranks.*data parallelism of 2"),  # vLLM alone fails at the first token
 ])  # fmt: skip
-def test_expert_parallelism_that_is_refused(own, all2all, found, tmp_path):
+def test_parallelism_that_is_refused(own, dp_size, all2all, found, tmp_path):
     method = BitlineExpertsMethod.__new__(BitlineExpertsMethod)
     method.weights, method.name, method.own = SimpleNamespace(path=tmp_path), "model.layers.0.mlp.experts", own
-    method.moe = SimpleNamespace(ep_size=4, moe_parallel_config=SimpleNamespace(use_all2all_kernels=all2all))
+    parallel = SimpleNamespace(use_all2all_kernels=all2all, dp_size=dp_size, pcp_size=1)
+    method.moe = SimpleNamespace(ep_size=4, moe_parallel_config=parallel)
     with pytest.raises(InputError, match=found):
         method.create_weights(SimpleNamespace(apply_router_weight_on_input=False))
 
