@@ -12,7 +12,6 @@ from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.platforms import current_platform
 
 from bitline.engines.model_weights import ModelWeights
 from bitline.errors import InputError
@@ -74,8 +73,8 @@ class BitlineConfig(QuantizationConfig):
         """Bitline's method for a layer of which the checkpoint has a quantized part, else vLLM's for unquantized ones.
 
         Raises:
-            BitlineError: For experts that do not run on Bitline, where another loader than Bitline's would read the
-                checkpoint, and for a compiled model with latent attention on a CPU.
+            BitlineError: For experts that do not run on Bitline, and where another loader than Bitline's would read the
+                checkpoint.
         """
         _check_loader()
         names = self._parts(prefix)
@@ -85,7 +84,6 @@ class BitlineConfig(QuantizationConfig):
         if isinstance(layer, LinearBase):
             if not found or isinstance(layer, GateLinear):  # what a router chooses is discrete: the loader dequantizes it
                 return UnquantizedLinearMethod()
-            _check_compiled_latents(prefix)
             self.weights.used.update(found)
             return BitlineLinearMethod(self.weights, names)
         return self._experts_method(layer, prefix) if isinstance(layer, RoutedExperts) else None
@@ -119,14 +117,3 @@ def _check_loader() -> None:
     if config is not None and config.load_config.load_format != "bitline":
         raise InputError("quantization='bitline' needs Bitline's loader", found=f"load_format={config.load_config.load_format!r}",
                          expected="load_format='bitline'", fix="leave load_format out")  # fmt: skip
-
-
-def _check_compiled_latents(prefix: str) -> None:
-    """A compiled DeepSeek whose output projections are packed gives other tokens than an eager one on a CPU."""
-    config = get_current_vllm_config_or_none()
-    model = None if config is None else config.model_config
-    if model is None or model.enforce_eager or not current_platform.is_cpu() or not prefix.endswith(".o_proj"):
-        return
-    if model.use_mla:
-        raise InputError("a compiled model with latent attention gives wrong tokens on a CPU with quantization='bitline'",
-                         tensor=prefix, found="enforce_eager=False", fix="enforce_eager=True")  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoEQuantConfig
+from vllm.platforms import current_platform
 
 from bitline.engines.expert_weights import ExpertWeights
 from bitline.engines.model_weights import ModelWeights
@@ -56,10 +57,13 @@ class BitlineExpertsMethod(FusedMoEMethodBase):
                 "more ranks than experts", found=f"{self.moe.ep_size} ranks", expected=f"at most {self.own.total}", **where,
                 fix="leave enable_expert_parallel out: ranks then cut every expert",
             )  # fmt: skip
-        if self.moe.moe_parallel_config.use_all2all_kernels:
+        parallel = self.moe.moe_parallel_config
+        # vLLM gathers the tokens of all ranks before the experts, with operations that its communicator on CPUs does not have.
+        if parallel.use_all2all_kernels or (current_platform.is_cpu() and parallel.dp_size > 1):
             raise InputError(
-                "quantization='bitline' does not exchange tokens between ranks", found="expert and data parallelism", **where,
-                expected="the same tokens on every rank", fix="leave enable_expert_parallel or data parallelism out",
+                "quantization='bitline' does not exchange tokens between ranks", expected="the same tokens on every rank",
+                found=f"data parallelism of {parallel.dp_size}, context parallelism of {parallel.pcp_size}",
+                fix="leave data and context parallelism out", **where,
             )  # fmt: skip
         if layer.apply_router_weight_on_input:
             raise BitlineError(

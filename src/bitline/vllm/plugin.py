@@ -1,4 +1,4 @@
-"""What Bitline registers in vLLM. Every part of vLLM that is not public is named in DOORS, which tests hold."""
+"""What Bitline registers in vLLM. Every part of vLLM and torch that is not public is named in DOORS, which tests hold."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import hashlib
 from vllm import envs
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.model_loader import register_model_loader
+from vllm.platforms import current_platform
 
 from bitline import tuning
 from bitline.kernels import registry
 from bitline.platform import Platform
 from bitline.select import Policy
 from bitline.version import __version__
-from bitline.vllm import kernels
+from bitline.vllm import inductor, kernels
 from bitline.vllm.config import BitlineConfig
 from bitline.vllm.engine_args import install
 from bitline.vllm.loader import BitlineModelLoader
 
-# Attributes of vLLM that have no promise of stability: (module, attribute).
+# Attributes that have no promise of stability: (module, attribute).
 DOORS = (
     ("vllm.envs", "environment_variables"),
     ("vllm.envs", "compile_factors"),
@@ -30,6 +31,7 @@ DOORS = (
     *(("vllm.model_executor.layers.fused_moe", name) for name in ("RoutedExperts", "FusedMoEMethodBase", "GateLinear")),
     ("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader.track_weights_loading"),
     *(("vllm.model_executor.kernels.linear", table) for table in kernels.TABLES.values()),
+    *(("torch._inductor.scheduler", f"SchedulerNode.{name}") for name in ("recompute_size_and_body", "set_read_writes")),
 )
 
 
@@ -43,12 +45,15 @@ def register(mode: str) -> None:
         envs.environment_variables["BITLINE_KERNELS"] = fingerprint
     install(serve_all=mode == "all")
     kernels.register()
+    if current_platform.is_cpu():
+        inductor.install()
 
 
 def fingerprint() -> str:
-    """A hash of all that the choice of a kernel depends on, apart from the layer."""
+    """A hash of all that a compiled graph depends on: what the choice of a kernel does, without the layer, and the compiler."""
     platform = kernels.this_platform()
-    parts = [__version__, str(platform), repr(Policy.of(None)), *sorted(entry.name for entry in registry.entries())]
+    names = sorted(entry.name for entry in registry.entries())
+    parts = [__version__, inductor.NAME, str(platform), repr(Policy.of(None)), *names]
     times = tuning.path_of(platform) if platform == Platform.detect(platform.vendor) else None
     if times is not None and times.is_file():
         parts.append(hashlib.sha256(times.read_bytes()).hexdigest())
