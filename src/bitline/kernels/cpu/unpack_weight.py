@@ -1,4 +1,7 @@
-"""The weight that a packed weight of the native CPU kernels stands for, in torch: for gradients with respect to x."""
+"""The weight that a packed weight of the native CPU kernels stands for: for gradients with respect to x.
+
+The core unpacks it (csrc/gemm_unpack.cpp). `unpack_in_torch` is the reference, and serves processes without the core.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bitline import bitstream
+from bitline import bitstream, native
 from bitline.kernels.cpu import packed_weight
+from bitline.kernels.cpu.native_experts import DTYPE_CODES
 from bitline.kernels.cpu.packed_weight import BLOCK_N, K_BLOCK, ZERO_POINT
 
 
@@ -38,6 +42,9 @@ class Header(NamedTuple):
     lut_f32: int
 
 
+_SHAPE = slice(16, 32)  # the header's bytes of n and k
+
+
 class BitRun(NamedTuple):
     """Bits of a code: those of int32 `source` of its K block, shifted to the right by `shift`, under `mask`."""
 
@@ -53,6 +60,16 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
         packed: uint8, of `packed_weight.pack`.
         dtype: A floating-point dtype.
     """
+    core = native.core_for(packed) if dtype in DTYPE_CODES else None
+    if core is not None:
+        w = torch.empty(packed[_SHAPE].view(torch.int64).tolist(), dtype=dtype)
+        if core.gemm_unpack(packed.data_ptr(), w.data_ptr(), DTYPE_CODES[dtype]) == 0:
+            return w
+    return unpack_in_torch(packed, dtype)
+
+
+def unpack_in_torch(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """`unpack` in torch operations, with the same bits."""
     h = _header(packed)
     w = torch.empty(h.n, h.k, dtype=dtype)
     columns = section(packed, h.column_map, torch.int32, (h.k_packed,)) if h.column_map else None
