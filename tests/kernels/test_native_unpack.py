@@ -51,7 +51,9 @@ def test_every_type(level, kind, zero):
     for i, (n, k) in enumerate(SHAPES):
         for group in (1, 7, 16, 32, 100, k):
             scale_dtype = (torch.float32, torch.float16, torch.bfloat16)[(i + group) % 3]
-            spec = LinearSpec(n, k, kind, (1, group), scale_dtype=scale_dtype, zero=zero, act_order=k > 1 and (i + group) % 2 == 0)
+            spec = LinearSpec(
+                n, k, kind, (1, group), scale_dtype=scale_dtype, zero=zero, act_order=k > 1 and (i + group) % 2 == 0
+            )
             check(random_weight(spec, i))
 
 
@@ -125,6 +127,22 @@ def test_what_is_no_packed_weight_is_refused():
     packed = Kernel.pack(random_weight(LinearSpec(40, 96, types.uint4b8, (1, 32)), 1))["weight"].clone()
     packed[0] ^= 1
     assert native.core().gemm_unpack(packed.data_ptr(), 0, 2) == -1
+
+
+def test_the_default_device_does_not_matter():
+    for n in (40, 8192):  # of memory of its own, and pooled
+        weight = random_weight(LinearSpec(n, 320, types.uint4b8, (1, 32)), 1)
+        packed = Kernel.pack(weight)["weight"]
+        with torch.device("meta"):
+            w = unpack(packed, torch.bfloat16)
+        assert torch.equal(w, weight.dequantize(torch.bfloat16))
+
+
+def test_weights_that_are_kept_share_no_memory():
+    weights = [random_weight(LinearSpec(8192, 320, types.uint4b8, (1, 32)), seed) for seed in range(3)]
+    unpacked = [unpack(Kernel.pack(weight)["weight"], torch.bfloat16) for weight in weights]
+    for w, weight in zip(unpacked, weights, strict=True):
+        same_bits(w, weight.dequantize(torch.bfloat16))
 
 
 def test_other_dtypes_are_unpacked_in_torch():

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bitline import bitstream, native
+from bitline import bitstream, memory, native
+from bitline.host import without_default_device
 from bitline.kernels.cpu import packed_weight
 from bitline.kernels.cpu.native_experts import DTYPE_CODES
 from bitline.kernels.cpu.packed_weight import BLOCK_N, K_BLOCK, ZERO_POINT
@@ -43,6 +44,9 @@ class Header(NamedTuple):
 
 
 _SHAPE = slice(16, 32)  # the header's bytes of n and k
+_MIN_POOLED = (
+    4 << 20
+)  # bytes; larger allocations may go back to the system each time, and faulting them in takes longer than unpacking
 
 
 class BitRun(NamedTuple):
@@ -53,8 +57,11 @@ class BitRun(NamedTuple):
     mask: int
 
 
+@without_default_device
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """A packed weight as [N, K] in `dtype`, columns in the order of x: float32 arithmetic, rounded once.
+
+    The memory of a large one serves the next call once it is dropped (`memory.empty_pooled`).
 
     Args:
         packed: uint8, of `packed_weight.pack`.
@@ -62,7 +69,9 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """
     core = native.core_for(packed) if dtype in DTYPE_CODES else None
     if core is not None:
-        w = torch.empty(packed[_SHAPE].view(torch.int64).tolist(), dtype=dtype)
+        n, k = packed[_SHAPE].view(torch.int64).tolist()
+        empty = memory.empty_pooled if n * k * dtype.itemsize >= _MIN_POOLED else torch.empty
+        w = empty(n, k, dtype=dtype)
         if core.gemm_unpack(packed.data_ptr(), w.data_ptr(), DTYPE_CODES[dtype]) == 0:
             return w
     return unpack_in_torch(packed, dtype)
