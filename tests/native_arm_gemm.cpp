@@ -5,7 +5,8 @@
 //
 // CASES: cases until the end of the file. A case is five int64, M, N, bytes of x, of the packed weight and of the bias (0: none),
 // one int64 for the dtype (enum Dtype), then x, packed weight and bias. RESULTS: for each level an int64, its number, then for each
-// case an int64, bitline_gemm's result, and y [M, N], which was all ones before, followed by as many ones as a row of y.
+// case an int64, bitline_gemm's result, and y [M, N], which was all ones before, followed by as many ones as a row of y; and the same
+// of bitline_gemm_unpack and its W [N, K].
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -16,6 +17,7 @@ extern "C" {
 int bitline_isa_supported();
 int bitline_set_isa(int);
 int bitline_gemm(const void*, int64_t, const void*, const void*, void*, int);
+int bitline_gemm_unpack(const void*, void*, int);
 }
 
 namespace {
@@ -37,12 +39,17 @@ bool read_case(FILE* file, Case& c) {
          fread(c.bias.data(), 1, c.bias.size(), file) == c.bias.size();
 }
 
-void run_case(const Case& c, FILE* results) {
-  std::vector<uint8_t> y(size_t((c.m + 1) * c.n * (c.dtype == 0 ? 4 : 2)), 0xFF);
-  const void* bias = c.bias.empty() ? nullptr : c.bias.data();
-  const int64_t failed = bitline_gemm(c.x.data(), c.m, c.packed, bias, y.data(), int(c.dtype));
+void write_result(int64_t failed, const std::vector<uint8_t>& data, FILE* results) {
   fwrite(&failed, 8, 1, results);
-  fwrite(y.data(), 1, y.size(), results);
+  fwrite(data.data(), 1, data.size(), results);
+}
+
+void run_case(const Case& c, FILE* results) {
+  const int64_t itemsize = c.dtype == 0 ? 4 : 2, k = int64_t(c.packed[3]);  // PackedHeader::k
+  std::vector<uint8_t> y(size_t((c.m + 1) * c.n * itemsize), 0xFF), w(size_t((c.n + 1) * k * itemsize), 0xFF);
+  const void* bias = c.bias.empty() ? nullptr : c.bias.data();
+  write_result(bitline_gemm(c.x.data(), c.m, c.packed, bias, y.data(), int(c.dtype)), y, results);
+  write_result(bitline_gemm_unpack(c.packed, w.data(), int(c.dtype)), w, results);
 }
 
 }  // namespace

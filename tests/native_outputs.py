@@ -163,6 +163,7 @@ def linear(core: native.Core) -> Iterator[Case]:
         for kernel in (CPUWNA16LinearKernel, CPUBatchInvariantLinearKernel):
             packed = kernel.pack(weight)["weight"]
             yield f"gemm_pack {i} {spec.key} {kernel.__name__}", packed
+            yield f"gemm_unpack {i} {spec.key} {kernel.__name__}", kernel.unpack([packed], spec)
             for m in M_GEMV if i % 7 else M_GEMV + M_PANEL:
                 yield f"gemm {i} {spec.key} M={m} {kernel.__name__}", gemm(core, inputs(m, spec, m), packed, bias, spec.n)
 

@@ -25,6 +25,7 @@ from bitline.formats.gguf.blocks import BLOCKS
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES
 from bitline.kernels.cpu.native_linear import OP
 from bitline.kernels.cpu.native_linear import CPUWNA16LinearKernel as Kernel
+from bitline.kernels.cpu.unpack_weight import unpack_in_torch
 from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
 from bitline.parallel.shared_memory import LINE, _View, _Waits, size_of
 from bitline.testing import check
@@ -183,6 +184,7 @@ def linear(r: random.Random) -> None:
             if len(packed) == 1:
                 same = gemm(x, packed[0], bias, spec.n)
                 assert torch.equal(same, y) or bool(y.isnan().any())
+        assert torch.equal(Kernel.unpack(packed, spec), unpack_in_torch(packed[0], spec.act_dtype))
         if len(packed) == 1:
             x = strided(guarded(torch.zeros(4, spec.k + 3, dtype=spec.act_dtype)), 3)
             assert OP(x, packed[0], bias, spec.n).shape == (4, spec.n)

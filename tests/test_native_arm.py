@@ -20,6 +20,7 @@ from bitline import native, types
 from bitline.act_quant import fake_quantize
 from bitline.kernels.cpu.native_linear import CPUBatchInvariantLinearKernel
 from bitline.kernels.cpu.native_linear import CPUWNA16LinearKernel as Kernel
+from bitline.kernels.cpu.unpack_weight import unpack_in_torch
 from bitline.testing import check, check_exact
 from bitline.testing.conformance import BATCH_SIZES, default_specs
 from bitline.testing.generators import inputs, lossless_inputs, lossless_weight, random_spec, random_weight
@@ -86,13 +87,21 @@ def write_case(file, kernel, weight, x):
     file.writelines(data)
 
 
-def read_result(file, spec, m):
+def read_result(file, rows, columns, dtype):
     (failed,) = struct.unpack("<q", file.read(8))
     assert failed == 0
-    data = bytearray(file.read((m + 1) * spec.n * spec.act_dtype.itemsize))
-    y = torch.frombuffer(data, dtype=torch.uint8).view(spec.act_dtype).view(m + 1, spec.n)
-    assert bool((y[m:].contiguous().view(torch.uint8) == 255).all()), f"{spec.key}, M={m}: written past the end"
-    return y[:m]
+    data = bytearray(file.read((rows + 1) * columns * dtype.itemsize))
+    out = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(rows + 1, columns)
+    assert bool((out[rows:].contiguous().view(torch.uint8) == 255).all()), "written past the end"
+    return out[:rows]
+
+
+def read_results(file, weight, x):
+    """y of a case, whose unpacked W must be the torch code's, bit for bit."""
+    spec = weight.spec
+    y, w = read_result(file, x.shape[0], spec.n, x.dtype), read_result(file, spec.n, spec.k, x.dtype)
+    assert torch.equal(w.nan_to_num(), unpack_in_torch(Kernel.pack(weight)["weight"], x.dtype).nan_to_num()), spec.key
+    return y
 
 
 def linear(program, folder, cases, levels=("neon", "neon_i8mm"), cpu="max", kernel=Kernel):
@@ -104,7 +113,7 @@ def linear(program, folder, cases, levels=("neon", "neon_i8mm"), cpu="max", kern
     file, results = io.BytesIO((folder / "results").read_bytes()), {}
     while head := file.read(8):
         level = native.LEVELS[struct.unpack("<q", head)[0]]
-        results[level] = [read_result(file, weight.spec, x.shape[0]) for weight, x in cases]
+        results[level] = [read_results(file, weight, x) for weight, x in cases]
     assert tuple(results) == tuple(levels)
     return results
 

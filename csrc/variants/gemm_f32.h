@@ -2,6 +2,7 @@
 // by FMA, kLanes output rows per vector.
 #pragma once
 
+#include "variants/gemm_f32_dequant.h"
 #include "variants/gemm_scales.h"
 
 namespace bitline::BITLINE_ISA {
@@ -12,84 +13,6 @@ constexpr int kMaxMR = 6;                // rows of x of a panel tile
 constexpr int kPrefetchDistance = 1024;  // bytes of codes
 constexpr int kMaxGroupK = 512;          // columns of a group; kernels/cpu/packed_weight.py splits longer ones
 constexpr int kTileVectors = kVectorRegisters / 8;  // of output rows, each with an accumulator for every row of x
-
-// ---- dequantization ------------------------------------------------------------------------------------------------------
-
-// Runs of a code's bits that one shift of one int32 of the K block brings into place. shift: to the right.
-template <int BITS> struct CodeRuns {
-  struct Run {
-    int index, shift;
-    uint32_t mask;
-  };
-  int count[k_block_of(BITS)], most;
-  Run run[k_block_of(BITS)][BITS];
-};
-template <int BITS> constexpr CodeRuns<BITS> make_code_runs() {
-  CodeRuns<BITS> all{};
-  for (int k = 0; k < k_block_of(BITS); ++k) {
-    for (int bit = 0; bit < BITS; ++bit) {
-      const BitPosition at = bit_position(BITS, k, bit);
-      int& count = all.count[k];
-      const bool same = count > 0 && all.run[k][count - 1].index == at.index && all.run[k][count - 1].shift == at.bit - bit;
-      if (!same) all.run[k][count++] = {at.index, at.bit - bit, 0};
-      all.run[k][count - 1].mask |= 1u << bit;
-    }
-    if (all.count[k] > all.most) all.most = all.count[k];
-  }
-  return all;
-}
-
-// The codes of column k of a K block at p, rows from `lane` on. HALVES 0x10001: of columns k and k + 1, in 16 bits each.
-template <int BITS, uint32_t HALVES = 1> INLINE U32 unpack_codes(const uint8_t* p, int lane, int k) {
-  constexpr CodeRuns<BITS> runs = make_code_runs<BITS>();
-  U32 code{};
-  UNROLL for (int i = 0; i < runs.most; ++i) {
-    if (i >= runs.count[k]) continue;
-    const auto run = runs.run[k][i];
-    const U32 v = load_u32(p + 4 * (kBlockN * run.index + lane));
-    code |= (run.shift >= 0 ? v >> run.shift : v << -run.shift) & splat(run.mask * HALVES);
-  }
-  return code;
-}
-
-// How codes become float32: arithmetic for integers and E4M3, look-ups in registers for tables of 16, gathers for other tables.
-enum CodeKind { kInteger, kTable, kE4M3 };
-
-// Whether a weight's table is E4M3's.
-bool is_e4m3(const GemmCall& c) {
-  const float* lut = reinterpret_cast<const float*>(c.base + c.w->lut_f32);
-  return c.w->bits == 8 && lut[1] == 0x1p-9f && lut[8] == 0x1p-6f && lut[0x7e] == 448 && lut[0xfe] == -448;
-}
-
-template <int BITS, CodeKind KIND> struct Dequantizer {
-  const float* lut;
-  Table16 table;
-  F32 zero_point;
-  U8 nan_codes{};  // kE4M3: bytes of all ones where one has been
-  explicit Dequantizer(const GemmCall& c) : lut(reinterpret_cast<const float*>(c.base + c.w->lut_f32)) {
-    zero_point = splat(float(c.w->implicit_zero));
-    if constexpr (BITS <= 4) table = load_table16(lut);  // the section has 64 bytes at least
-  }
-  // Column k of a K block at p, rows from `lane` on.
-  INLINE F32 operator()(const uint8_t* p, int lane, int k) {
-    if constexpr (KIND == kE4M3) {
-      const U32 v = load_u32(p + 4 * lane);
-      if (k == 0) nan_codes |= U8((U8(v) & 0x7f) == 0x7f);
-      // Exponent and mantissa at float32's bit positions are 2**-120 times the value. NaN codes become 480.
-      const int bit = bit_position(8, k, 0).bit;
-      return F32((I32(v << (24 - bit)) >> 4) & int32_t(0x87f00000)) * splat(0x1p120f);
-    }
-    const U32 code = unpack_codes<BITS>(p, lane, k);
-    if constexpr (KIND == kInteger) return to_f32(I32(code)) - zero_point;
-    if constexpr (BITS <= 4) return look_up(table, code);
-    return gather(lut, code);
-  }
-  bool found_nan() const {
-    uint32_t any = 0;
-    for (int i = 0; i < kLanes; ++i) any |= U32(nan_codes)[i];
-    return KIND == kE4M3 && any != 0;
-  }
-};
 
 // ---- GEMV ----------------------------------------------------------------------------------------------------------------
 

@@ -2,27 +2,11 @@
 #pragma once
 
 #include "gemm.h"
+#include "variants/gemm_f32_dequant.h"
 #include "variants/gemm_pack_activations.h"
-#include "variants/simd.h"
 
 namespace bitline::BITLINE_ISA {
 namespace {
-
-// kLanes scales or offsets from element i on as float32. super_scales: of the same rows, where the type has a second level.
-INLINE F32 load_scales(const uint8_t* p, int64_t type, int64_t i, const float* super_scales) {
-  switch (type) {
-    case kF32: return load_f32(reinterpret_cast<const float*>(p) + i);
-    case kBF16: return load_bf16(p + 2 * i);
-    case kF16: return load_f16(p + 2 * i);
-    case kU8: return to_f32(load_u8(p + i)) * load_f32(super_scales);
-    case kI8: return to_f32(load_i8(p + i)) * load_f32(super_scales);
-    case kZeroPoint: return to_f32(load_i8(p + i));
-    default: {  // E4M3: its exponent and mantissa at float32's bit positions are 2**-120 times the value
-      const I32 b = load_u8(p + i);
-      return F32((b & 127) << 20 | (b & 128) << 24) * splat(0x1p120f) * load_f32(super_scales);
-    }
-  }
-}
 
 // Of kLanes rows of a group, whose share of y is scale * sum(code * x) + offset * sum(x).
 struct ScaleOffset {

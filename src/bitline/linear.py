@@ -83,6 +83,8 @@ def _quantized_impl(
 
 def _input_grad_impl(grad: Tensor, packed: list[Tensor], kernel: str, spec: str) -> Tensor:
     """The operator: the gradient of y [M, N] to that of x [M, K], dx = dy @ W with the W that the named kernel unpacks."""
+    if grad.shape[0] == 0:
+        return grad.new_empty(0, spec_of_key(spec).k)
     with torch.cuda.device(grad.device) if _is_on_another_gpu(grad) else nullcontext():
         w = kernel_by_name(kernel).unpack(packed, _without_bias(spec))
     if grad.device.type == "cpu" and grad.dtype.itemsize == 2 and not _has_fast_matmul(grad.dtype):

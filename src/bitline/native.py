@@ -41,6 +41,7 @@ SIGNATURES = {
     "bitline_unpack_gguf_scales": "vpllllpppp",
     "bitline_int4pack_codes": "vpllliiipillpp", "bitline_int4pack_scales": "ippplllllpldiip",
     "bitline_gemm_pack_codes": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp",
+    "bitline_gemm_unpack": "ippi",
     "bitline_gemm": "iplpppi", "bitline_fused_gemv": "iplpppppppi", "bitline_register_torch_op": "is",
     "bitline_experts": "ipdd",
     "bitline_rms_norm": "vppplld", "bitline_silu_and_mul": "vpppl", "bitline_gemv_bf16": "ipppll",

@@ -1,4 +1,7 @@
-"""The weight that a packed weight of the native CPU kernels stands for, in torch: for gradients with respect to x."""
+"""The weight that a packed weight of the native CPU kernels stands for: for gradients with respect to x.
+
+The core unpacks it (csrc/gemm_unpack.cpp). `unpack_in_torch` is the reference, and serves processes without the core.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bitline import bitstream
+from bitline import bitstream, memory, native
+from bitline.host import without_default_device
 from bitline.kernels.cpu import packed_weight
+from bitline.kernels.cpu.native_experts import DTYPE_CODES
 from bitline.kernels.cpu.packed_weight import BLOCK_N, K_BLOCK, ZERO_POINT
 
 
@@ -38,6 +43,12 @@ class Header(NamedTuple):
     lut_f32: int
 
 
+_SHAPE = slice(16, 32)  # the header's bytes of n and k
+_MIN_POOLED = (
+    4 << 20
+)  # bytes; larger allocations may go back to the system each time, and faulting them in takes longer than unpacking
+
+
 class BitRun(NamedTuple):
     """Bits of a code: those of int32 `source` of its K block, shifted to the right by `shift`, under `mask`."""
 
@@ -46,13 +57,28 @@ class BitRun(NamedTuple):
     mask: int
 
 
+@without_default_device
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """A packed weight as [N, K] in `dtype`, columns in the order of x: float32 arithmetic, rounded once.
+
+    The memory of a large one serves the next call once it is dropped (`memory.empty_pooled`).
 
     Args:
         packed: uint8, of `packed_weight.pack`.
         dtype: A floating-point dtype.
     """
+    core = native.core_for(packed) if dtype in DTYPE_CODES else None
+    if core is not None:
+        n, k = packed[_SHAPE].view(torch.int64).tolist()
+        empty = memory.empty_pooled if n * k * dtype.itemsize >= _MIN_POOLED else torch.empty
+        w = empty(n, k, dtype=dtype)
+        if core.gemm_unpack(packed.data_ptr(), w.data_ptr(), DTYPE_CODES[dtype]) == 0:
+            return w
+    return unpack_in_torch(packed, dtype)
+
+
+def unpack_in_torch(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """`unpack` in torch operations, with the same bits."""
     h = _header(packed)
     w = torch.empty(h.n, h.k, dtype=dtype)
     columns = section(packed, h.column_map, torch.int32, (h.k_packed,)) if h.column_map else None
