@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from bitline.kernels.hopper.device.common import barrier
+from bitline.kernels.hopper.device.common import barrier, pipeline_barriers
 from bitline.kernels.hopper.device.epilogue import (
     add_partials,
     async_store,
@@ -377,14 +377,10 @@ def scaled_large_m(
     if scheme.scaled_in_groups:
         x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], x_scale_desc.layout)
     y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [2, 64, 128], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    barriers = pipeline_barriers(cfg.stages, 2)
     schedule = (stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, stream_k_stages)
-    barriers, pointers, tokens = (full, empty), (partials_ptr, flags_ptr), (x_scale_ptr, x_zero_ptr, M)
+    pointers, tokens = (partials_ptr, flags_ptr), (x_scale_ptr, x_zero_ptr, M)
     scales, layout = (w_scale_ptr, colsum_ptr, bias_ptr), (block_rows, row_offset, scale_columns)
     buffers = (x, w, x_scales)
     # fmt: off

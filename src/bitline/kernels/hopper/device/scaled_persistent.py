@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from bitline.kernels.hopper.device.common import pipeline_barriers
 from bitline.kernels.hopper.device.epilogue import epilogue
 from bitline.kernels.hopper.device.scaled_small_m import reinterpret, weight_scale
 from bitline.kernels.hopper.device.wgmma_persistent import (
@@ -324,15 +325,11 @@ def scaled_persistent(
         if EXTRA_M > 0:
             x_extra_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, EXTRA_M], x_scale_desc.layout)
     y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [WARPGROUPS, TILE_M, 64], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    barriers = pipeline_barriers(cfg.stages, WARPGROUPS)
     schedule = (stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, stream_k_stages)
     x_descs, y_descs = (x_desc, x_extra_desc, x_scale_desc, x_extra_scale_desc), (y_desc, y_extra_desc)
-    barriers, pointers = (full, empty), (partials_ptr, flags_ptr, bias_ptr, bias_ptr)
+    pointers = (partials_ptr, flags_ptr, bias_ptr, bias_ptr)
     space, scales, layout = (x_scale_ptr, x_zero_ptr, M), (w_scale_ptr, colsum_ptr), (block_rows, row_offset, scale_columns)
     buffers = (x, x_extra, w, x_scales, x_extra_scales)
     # fmt: off

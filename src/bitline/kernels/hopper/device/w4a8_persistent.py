@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from bitline.kernels.hopper.device.common import pipeline_barriers
 from bitline.kernels.hopper.device.epilogue import epilogue
 from bitline.kernels.hopper.device.scaled_persistent import pass_turn, take_turn
 from bitline.kernels.hopper.device.w4a8_fragment import block_fragments, load_row_scales, load_words
@@ -279,15 +280,11 @@ def w4a8_persistent(
     if scheme.scaled_in_groups:
         w_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 8, 16 * scheme.groups_per_k_block], scale_desc.layout)
     y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [2, TILE_M, 64], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    barriers = pipeline_barriers(cfg.stages, 2)
     schedule = (stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, stream_k_stages)
     descs, y_descs = (x_desc, x_extra_desc, w_desc, scale_desc), (y_desc, y_extra_desc)
-    barriers, pointers = (full, empty), (partials_ptr, flags_ptr, bias_ptr, bias_ptr)
+    pointers = (partials_ptr, flags_ptr, bias_ptr, bias_ptr)
     buffers, scales = (x, x_extra, w, w_scales), (x_scale_ptr, w_scale_ptr)
     # fmt: off
     gl.warp_specialize([

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from bitline.kernels.hopper.device.common import pipeline_barriers
 from bitline.kernels.hopper.device.epilogue import epilogue, epilogue_distributed
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.8
@@ -467,19 +468,14 @@ def wgmma_persistent(
     N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
     CONSUMER: gl.constexpr = cfg.consumer_registers
     PRODUCER: gl.constexpr = cfg.producer_registers
-    STAGES: gl.constexpr = cfg.stages
     buffers = allocate_buffers(x_desc, w_desc, scale_desc, zero_desc, scheme, cfg)
     y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [N64, cfg.tile_m, 64], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if cfg.pdl:
         gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=cfg.num_consumer_warpgroups)
+    barriers = pipeline_barriers(cfg.stages, cfg.num_consumer_warpgroups)
     schedule = (stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, stream_k_stages)
     x_descs, w_descs, y_descs = (x_desc, x_extra_desc), (w_desc, scale_desc, zero_desc), (y_desc, y_extra_desc)
-    barriers, pointers = (full, empty), (partials_ptr, flags_ptr, bias_ptr, alpha_ptr)
+    pointers = (partials_ptr, flags_ptr, bias_ptr, alpha_ptr)
     # fmt: off
     if cfg.num_consumer_warpgroups == 2:
         gl.warp_specialize([
