@@ -118,7 +118,7 @@ def producer(
         for k in range(0, sizes[0]):
             mbarrier.wait(empty.index(stage), phase)
             load_expert(w_descs, full, buffers, stage, k, work, sizes, scheme, cfg, experts)
-            load_x((x_desc, x_desc), full, buffers, stage, k, work[2], cfg)
+            load_x((x_desc, x_desc), full, buffers, stage, k, work[2], scheme, cfg)
             stage, phase = advance(stage, phase, cfg.stages)
         work = following
 
