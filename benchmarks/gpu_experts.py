@@ -13,11 +13,11 @@ import itertools
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from _machine import machine
-from _measure import COLD, RATE, READ, eager_us, layer_spec, replay_us
+from _measure import COLD, RAMP, RATE, READ, eager_us, layer_spec, replay_us
 
 from bitline import Platform, choose, timing
 from bitline.expert_gate import ExpertGate
@@ -55,15 +55,32 @@ def routing(count: int, top_k: int, tokens: int, turn: int, skew: float) -> torc
     return score.topk(top_k, 1).indices
 
 
-def row(layer: QuantExperts, name: str, shape: tuple[int, ...], m: int, skew: float) -> dict[str, Any]:
+class Calls(NamedTuple):
+    """Calls of a layer on x, each with its own routing, and the least that one takes on average."""
+
+    x: torch.Tensor
+    routes: list[tuple[torch.Tensor, torch.Tensor]]
+    bytes_of_an_expert: int
+    touched_experts: float
+    flops: int
+    limit_us: float
+
+
+def calls_of(layer: QuantExperts, shape: tuple[int, ...], m: int, turns: tuple[int, int], skew: float = 0.0) -> Calls:
+    """As many calls with m tokens as read 300 MB of weights, within the bounds `turns`. shape: see SHAPES."""
     count, intermediate, hidden, top_k = shape
     size = sum(t[0].nbytes for s in (layer.up[0], layer.down) for t in s.packed)
     x = torch.randn(m, hidden, dtype=torch.bfloat16, device="cuda")
-    turns = max(3, min(40, int(300e6 / (size * min(count, m * top_k)))))
-    routes = [(routing(count, top_k, m, turn, skew), torch.rand(m, top_k, device="cuda")) for turn in range(turns)]
-    touched = sum(int(index.unique().numel()) for index, _ in routes) / turns
+    number = max(turns[0], min(turns[1], int(300e6 / (size * min(count, m * top_k)))))
+    routes = [(routing(count, top_k, m, turn, skew), torch.rand(m, top_k, device="cuda")) for turn in range(number)]
+    touched = sum(int(index.unique().numel()) for index, _ in routes) / number
     flops = 2 * m * top_k * 3 * intermediate * hidden
-    limit = 1e6 * max(touched * size / READ + 2e-6, flops / RATE)
+    return Calls(x, routes, size, touched, flops, 1e6 * max(touched * size / READ + RAMP, flops / RATE))
+
+
+def row(layer: QuantExperts, name: str, shape: tuple[int, ...], m: int, skew: float) -> dict[str, Any]:
+    count, intermediate, hidden, top_k = shape
+    x, routes, size, touched, flops, limit = calls_of(layer, shape, m, (3, 40), skew)
     us = replay_us([lambda r=r: layer(x, *r) for r in routes], 10, 3)
     return {
         "kernel": layer.down.choice.best.name, "scheme": name, "experts": count, "intermediate": intermediate, "hidden": hidden,

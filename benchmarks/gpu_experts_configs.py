@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from _machine import machine
-from _measure import RAMP, RATE, READ, replay_us
-from gpu_experts import SHAPES, experts_of, routing
+from _measure import replay_us
+from gpu_experts import SHAPES, calls_of, experts_of
 
 from bitline.experts import QuantExperts
 from bitline.kernels.hopper import experts
@@ -76,14 +76,10 @@ def tiles_for(mean: float, pairs: int) -> Iterator[tuple[int, bool, bool]]:
 
 def rows_of(layer: QuantExperts, text: str, m: int) -> Iterator[dict[str, Any]]:
     """Timings of one shape and M."""
-    count, intermediate, hidden, top_k = map(int, text.split("x"))
-    size = sum(t[0].nbytes for s in (layer.up[0], layer.down) for t in s.packed)
-    x = torch.randn(m, hidden, dtype=torch.bfloat16, device="cuda")
-    turns = max(2, min(12, int(300e6 / (size * min(count, m * top_k)))))
-    routes = [(routing(count, top_k, m, turn, 0.0), torch.rand(m, top_k, device="cuda")) for turn in range(turns)]
-    touched = sum(int(index.unique().numel()) for index, _ in routes) / turns
-    limit = 1e6 * max(touched * size / READ + RAMP, 6 * m * top_k * intermediate * hidden / RATE)
-    for tile, is_sorted, large in tiles_for(m * top_k / touched, m * top_k):
+    shape = tuple(map(int, text.split("x")))
+    calls = calls_of(layer, shape, m, (2, 12))
+    mean = m * shape[3] / calls.touched_experts
+    for tile, is_sorted, large in tiles_for(mean, m * shape[3]):
         gated, plain = (LARGE_GATED, LARGE_PLAIN) if large else (GATED, PLAIN)
         best = FIRST_PLAIN if not large else plain[0]
         for first, second in ((gated, [best]), ([], plain)):
@@ -91,11 +87,11 @@ def rows_of(layer: QuantExperts, text: str, m: int) -> Iterator[dict[str, Any]]:
             for up, down in [(u, d) for u in first or [best] for d in second]:
                 use(tile, is_sorted, large, up, down)
                 try:
-                    found[up] = replay_us([lambda r=r: layer(x, *r) for r in routes], 3, 3)
+                    found[up] = replay_us([lambda r=r: layer(calls.x, *r) for r in calls.routes], 3, 3)
                 except ValueError:
                     continue
-                yield {"shape": text, "m": m, "pairs_per_expert": m * top_k / touched, "persistent": large, "tile": tile,
-                       "sorted": is_sorted, "up": up, "down": down, "us": found[up], "limit_us": limit}  # fmt: skip
+                yield {"shape": text, "m": m, "pairs_per_expert": mean, "persistent": large, "tile": tile,
+                       "sorted": is_sorted, "up": up, "down": down, "us": found[up], "limit_us": calls.limit_us}  # fmt: skip
             best = min(found, key=found.__getitem__) if first and found else best
 
 

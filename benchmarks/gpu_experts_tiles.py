@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 from _machine import machine
-from _measure import RATE, READ, replay_us
-from gpu_experts import SHAPES, experts_of, routing
+from _measure import replay_us
+from gpu_experts import SHAPES, calls_of, experts_of
 
 from bitline.kernels.triton import experts
 from bitline.kernels.triton.heuristics import GemmConfig
@@ -75,17 +75,12 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for text in arguments.shape.split(","):
-        count, intermediate, hidden, top_k = map(int, text.split("x"))
-        layer = experts_of("W4A16", count, intermediate, hidden, "TritonW4A16")
-        size = sum(t[0].nbytes for s in (layer.up[0], layer.down) for t in s.packed)
+        shape = tuple(map(int, text.split("x")))
+        layer = experts_of("W4A16", *shape[:3], "TritonW4A16")
         for m in map(int, arguments.m.split(",")):
-            x = torch.randn(m, hidden, dtype=torch.bfloat16, device="cuda")
-            turns = max(2, min(12, int(300e6 / (size * min(count, m * top_k)))))
-            routes = [(routing(count, top_k, m, t, 0.0), torch.rand(m, top_k, device="cuda")) for t in range(turns)]
-            touched = sum(int(index.unique().numel()) for index, _ in routes) / turns
-            limit = 1e6 * max(touched * size / READ + 2e-6, 6 * m * top_k * intermediate * hidden / RATE)
-            facts = {"shape": text, "m": m, "touched_experts": touched, "limit_us": limit}
-            rows += tiles_of(layer, x, routes, m * top_k / touched, facts)
+            calls = calls_of(layer, shape, m, (2, 12))
+            facts = {"shape": text, "m": m, "touched_experts": calls.touched_experts, "limit_us": calls.limit_us}
+            rows += tiles_of(layer, calls.x, calls.routes, m * shape[3] / calls.touched_experts, facts)
             print(text, m, min(row["us"] for row in rows if row["shape"] == text and row["m"] == m and row["us"]), flush=True)
             arguments.out.write_text(json.dumps({"machine": machine("cuda"), "results": rows}, indent=1) + "\n")
         del layer

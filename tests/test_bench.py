@@ -16,6 +16,7 @@ from bitline.bench import Options, Problem, parse_grid, run_problems
 from bitline.bench import machine as machine_of_bench
 from bitline.bench.entrants import Data
 from bitline.bench.grid import parse_sizes
+from bitline.bench.report import KernelResult, ProblemResult, Report
 from bitline.bench.schemes import NAMES
 from bitline.cli import bench_text, main
 from bitline.errors import InputError, OutOfMemoryError
@@ -558,9 +559,31 @@ def test_the_text_at_every_width(report, width):
     assert "3 tests: 0 passed, 0 skipped, 1 unimplemented, 2 failed" in flat
 
 
-def test_a_narrow_terminal_loses_no_letter(report):
-    letters = lambda width: sorted(c for c in text(report, width, show=bench_text.show) if not c.isspace() and c != "─")
-    assert letters(60) == letters(200)
+def timed_and_checked():
+    """A report of one timed problem and a checked one."""
+    times = {"CPUWNA16LinearKernel": 10e-6, "CPUBatchInvariantLinearKernel": 11.3e-6, "ReferenceLinearKernel": 23.4e-3}
+    kernels = [
+        KernelResult(name, "ok", error=0.1, allowed=0.5, measured_seconds={1: seconds}, calls={1: 3 if seconds > 1e-3 else 90})
+        for name, seconds in times.items()
+    ]
+    problem = ProblemResult(
+        "512x512", "passed", 0, 0, "", "W4A16:g128", "", (512, 512), [1], "P", "CPUWNA16LinearKernel", 139264, "bfloat16",
+        {1: 9.7e-6}, {1: 3e-6}, {1: 45.8e-6}, kernels=kernels,
+    )  # fmt: skip
+    checked = msgspec.structs.replace(problem, dense_seconds={}, mode="C", line=7)
+    return Report({"device": "cpu", "name": "a CPU", "threads": 2}, {}, [problem, checked], 1.0)
+
+
+@pytest.mark.parametrize(("width", "left_out"), [(40, {"/dense", "rate", "kernels"}), (59, {"rate"}), (60, set()), (80, set())])
+def test_a_narrow_terminal_leaves_out_columns_and_breaks_no_word(width, left_out):
+    lines, wide = (text(timed_and_checked(), w, show=bench_text.show).splitlines() for w in (width, 200))
+    words, all_words = (set(" ".join(found).split()) for found in (lines, wide))
+    columns = {"M,", "time", "/limit", "/dense", "rate", "line", "layers", "M", "kernels", "error"}
+    assert words - {"─" * n for n in range(200)} <= all_words and columns - words == left_out
+    assert all(len(line) <= width for line in lines[1:])  # the first one is never wrapped
+    shown = "\n".join(" ".join(line.split()) for line in lines)
+    assert "\nM=1 read limit 9.7 us\n" in shown and "\n→ CPUWNA16 10.0 us 1.03" in shown
+    assert "\nCPUBatchInvariant 11.3 us 1.16" in shown and "\nReference 23.4 ms 2412.37" in shown
 
 
 # ---- the repository's grid -----------------------------------------------------------------------------------------------

@@ -322,3 +322,14 @@ def test_a_narrow_terminal_loses_no_letter(folder):
         return Counter(c for c in done.stdout if c.isalpha())
 
     assert not letters(200) - letters(50) - Counter("ums")  # units of times differ from run to run
+
+
+@pytest.mark.parametrize("prompt", ["", " "])
+def test_a_prompt_without_tokens_is_refused_before_the_model_is_loaded(folder, monkeypatch, prompt):
+    from bitline.cli import run
+    from bitline.errors import InputError
+    from bitline.select import Policy
+
+    monkeypatch.setattr(run, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(InputError, match="the prompt has no tokens"):
+        run.run_report(str(folder), prompt, run.RunOptions(4, "cpu", "auto", Policy()), quiet=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from graphs import captured
 
 from bitline import types
 from bitline.expert_gate import ExpertGate
@@ -71,13 +72,7 @@ def test_a_graph_replays_with_other_routings(tokens):
     module, x = layer.on("TritonW4A16LinearKernel", "cuda"), lossless_inputs(tokens, up)
     index, weights = torch.zeros(tokens, 2, dtype=torch.int64, device="cuda"), torch.full((tokens, 2), 0.5, device="cuda")
     static = x.cuda()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        module(static, index, weights)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = module(static, index, weights)
+    graph, y = captured(lambda: module(static, index, weights), warm_up=1)
     for seed in range(3):
         other, _ = routing(tokens, 2, 7, seed)
         index.copy_(other)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from graphs import captured
 
 from bitline import types
 from bitline.errors import InputError
@@ -95,14 +96,7 @@ def test_a_graph_replays_with_other_routings(tokens):
     module, x = layer.on(KERNEL, "cuda"), lossless_inputs(tokens, up)
     index, weights = torch.zeros(tokens, 2, dtype=torch.int64, device="cuda"), torch.full((tokens, 2), 0.5, device="cuda")
     static = x.cuda()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        module(static, index, weights)
-        module(static, index, weights)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = module(static, index, weights)
+    graph, y = captured(lambda: module(static, index, weights), warm_up=2)
     for seed in range(5):
         other, _ = routing(tokens, 2, 7, seed)
         if seed == 3:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from graphs import captured
 
 from bitline import InputError, Platform, QuantLinear, types
 from bitline.kernels.hopper import launch
@@ -154,10 +155,7 @@ def run_concurrently(call, xs, rounds=20, calls=5, replays=10):
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     for x in xs:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = [call(x) for _ in range(calls)]
-        graphs.append((graph, out))
+        graphs.append(captured(lambda x=x: [call(x) for _ in range(calls)]))
     for _ in range(replays):
         for stream, (graph, _out) in zip(streams, graphs, strict=True):
             with torch.cuda.stream(stream):
@@ -241,10 +239,7 @@ def test_a_captured_call_follows_its_input(m, spec):
     layer = QuantLinear(weight, kernel="GluonHopperLinearKernel")
     x = inputs(m, spec, 0, "cuda")
     layer(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer(x)
-        z = layer(x)
+    graph, (y, z) = captured(lambda: (layer(x), layer(x)))
     for seed in range(1, 4):
         x.copy_(inputs(m, spec, seed, "cuda"))
         y.fill_(float("nan"))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graphs import captured
 
 from bitline import Platform, QuantLinear, types
 from bitline.act_quant import fake_quantize, quantize_input
@@ -347,9 +348,7 @@ def test_graph_replays_are_bitwise_equal():
         for m in (1, 16, 64, 300):
             x = inputs(m, layer.spec, m, "cuda")
             want = layer(x)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = layer(x)
+            graph, out = captured(lambda layer=layer, x=x: layer(x))
             for _ in range(3):
                 out.fill_(float("nan"))
                 graph.replay()

@@ -5,6 +5,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from graphs import captured
 
 import bitline
 from bitline.parallel import TensorParallel
@@ -30,15 +31,18 @@ def sums(tp):
                 assert torch.equal(y, want), (dtype, out, n, seed)
 
 
-def captured(tp):
+def replays(tp):
     """A graph with an odd number of sums, replayed with other data, between plain calls."""
     x = torch.zeros(8192, device="cuda", dtype=torch.bfloat16)
     tp.sum(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def three_sums():
         y = tp.sum(x)
         for _ in range(2):
             y = tp.sum(y * 0.5)
+        return y
+
+    graph, y = captured(three_sums)
     for seed in range(300):
         x.copy_(part(tp.rank, 8192, torch.bfloat16, seed))
         graph.replay()
@@ -72,7 +76,7 @@ def main(rank, world, folder):
     dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     tp = TensorParallel()
     tp.prepare(torch.device("cuda"))
-    for check in (sums, captured, rows_alone):
+    for check in (sums, replays, rows_alone):
         check(tp)
         torch.cuda.synchronize()
     dist.barrier()

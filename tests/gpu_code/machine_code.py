@@ -3,11 +3,11 @@
     python tests/gpu_code/machine_code.py dump OUT.json [--target sm_90a ...] [--jobs 2] [--texts FOLDER]
     python tests/gpu_code/machine_code.py compare A.json B.json [--target sm_90a ...]
 
-`dump` compiles the variants of tests/kernels/hopper_targets.py and triton_targets.py, and writes for each the SHA-256 of its PTX
+`dump` compiles the variants of tests/kernels/*_targets.py, and writes for each the SHA-256 of its PTX
 or amdgcn text and of its SASS, names and comments taken out, and its registers, spills and shared memory. `compare` matches
 variants by target and position, not by label, and its exit status is 1 on any difference.
 
-Of the two files it uses `variants()` and `variants(target)` alone, which yield (label, compiled kernel) in a fixed order: dumps
+Of these files it uses `variants()` and `variants(target)` alone, which yield (label, compiled kernel) in a fixed order: dumps
 of an old and of a new commit can be compared whatever was renamed between them.
 """
 
@@ -30,8 +30,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTABLE = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx942", "gfx1100", "gfx1201")
+HOPPER = {"sm_90a": "hopper", "sm_90a-experts": "hopper_experts", "sm_90a-scaled": "hopper_scaled", "sm_90a-w4a8": "hopper_w4a8"}
 # target -> (file whose variants() it compiles, arguments of variants())
-TARGETS = {"sm_90a": ("hopper_targets.py", ())} | {name: ("triton_targets.py", (name,)) for name in PORTABLE}
+TARGETS = {name: (f"{file}_targets.py", ()) for name, file in HOPPER.items()}
+TARGETS |= {name: ("triton_targets.py", (name,)) for name in PORTABLE}
 
 # What a launch takes from the compiled kernel beside its code and its shared memory.
 LAUNCH = ("num_warps", "num_ctas", "launch_pdl", "launch_cooperative_grid", "global_scratch_size", "tmem_size")
@@ -115,6 +117,7 @@ def dump_target(target, folder):
         sys.path.insert(0, str(ROOT / "src"))
         sys.meta_path.insert(0, importlib.machinery.PathFinder)  # else an editable install leads to the tree it was made of
         file, arguments = TARGETS[target]
+        sys.path.append(str(ROOT / "tests" / "kernels"))  # the files import each other
         spec = importlib.util.spec_from_file_location(Path(file).stem, ROOT / "tests" / "kernels" / file)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -1,5 +1,6 @@
 """One process runs all of vLLM's engines, one after the other: the first takes ten seconds to start, the next ones three."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -19,14 +20,8 @@ def checkpoint(tmp_path_factory):
     """Tiny checkpoints by their names in `vllm_models`, made on first use."""
     import vllm_models
 
-    root, made = tmp_path_factory.mktemp("checkpoints"), {}
-
-    def get(name):
-        if name not in made:
-            made[name] = vllm_models.make(name, root)
-        return made[name]
-
-    return get
+    root = tmp_path_factory.mktemp("checkpoints")
+    return functools.cache(lambda name: vllm_models.make(name, root))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -87,6 +87,14 @@ def check_reload(path: Path, other: Path, addresses: Callable[[Any], list[int]])
         assert expected(other) != first
 
 
+def noisy(model: Any) -> Any:
+    """The model, with noise added to its weights."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
 def regret(path: Path, tokens: list[int]) -> float:
     """How far tokens are from greedy ones: the most by which a logit is below the largest, in standard deviations of the logits.
 

@@ -4,9 +4,8 @@ import pytest
 
 pytest.importorskip("vllm.engine.arg_utils")
 
-import torch
 import vllm_models
-from engine import check_bfloat16, check_reload, check_tokens, check_two_ranks
+from engine import check_bfloat16, check_reload, check_tokens, check_two_ranks, noisy
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +35,7 @@ def test_bfloat16_gives_greedy_tokens(checkpoint):
 
 
 def test_weights_are_reloaded_in_place(checkpoint, tmp_path):
-    model = vllm_models.llama()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    other = vllm_models.write(tmp_path / "other", model, "gptq", "W4A16", 64)
+    other = vllm_models.write(tmp_path / "other", noisy(vllm_models.llama()), "gptq", "W4A16", 64)
     check_reload(checkpoint("gptq"), other, packed_addresses)
 
 

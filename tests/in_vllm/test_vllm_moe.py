@@ -1,6 +1,7 @@
 """Mixture-of-experts models by quantization="bitline" in vLLM: load_model's tokens, on one rank and two, eager and compiled."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -45,14 +46,8 @@ def verified(monkeypatch):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Tiny checkpoints by their names in `vllm_moe_models`, made on first use."""
-    root, made = tmp_path_factory.mktemp("moe"), {}
-
-    def get(name):
-        if name not in made:
-            made[name] = vllm_moe_models.make(name, root)
-        return made[name]
-
-    return get
+    root = tmp_path_factory.mktemp("moe")
+    return functools.cache(lambda name: vllm_moe_models.make(name, root))
 
 
 @pytest.mark.parametrize("name", vllm_moe_models.BY_NAME)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_files
-import torch
+from engine import noisy
 from forms import BF16, FORMS, everything
 from moe_models import make as make_model
 
@@ -66,10 +66,7 @@ BY_NAME: dict[str, Callable[[Path], Path]] = {name: _form(name) for name in AS_T
 
 def write_noisy(folder: Path) -> Path:
     """The model of "qwen3 gptq" with noise on its weights."""
-    model, generator = make_model("qwen3_moe"), torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return moe_files.write(folder, "qwen3_moe", model, "gptq", W4)
+    return moe_files.write(folder, "qwen3_moe", noisy(make_model("qwen3_moe")), "gptq", W4)
 
 
 def make(name: str, root: Path) -> Path:

@@ -10,8 +10,8 @@ from bitline.kernels.hopper import launch, runtime, workspace
 
 
 @pytest.fixture(params=[level for level in native.isas() if level != "portable"])
-def level(request):
-    """Each ISA level of this machine that has linear kernels, in use during the test."""
+def kernel_level(request):
+    """Each level of this machine that has linear kernels, in use during the test; `level` of tests/conftest.py has all levels."""
     before = native.isa()
     native.use_isa(request.param)
     yield request.param

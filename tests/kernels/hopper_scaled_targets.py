@@ -1,5 +1,6 @@
 """Compiles the Hopper kernels with quantized activations for sm_90a without a GPU, one variant a line of JSON."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bitline import types
-from bitline.kernels.hopper import runtime, scaled_plans
+from bitline.kernels.hopper import runtime, scaled_plans, w4a8_plans
 from bitline.kernels.hopper.config import LargeMConfig
 from bitline.kernels.hopper.device.quantize import quantize_x
 from bitline.kernels.hopper.device.scaled_large_m import scaled_large_m
@@ -97,8 +98,8 @@ def report(label, name, kernel, config):
     return found
 
 
-def variants():
-    """(label, spec, M, config or None) of every variant."""
+def cases():
+    """(label, spec, M, config or None) of every layer and M."""
     for label, spec in SPECS.items():
         for m in (1, 16, 64, 300):
             yield label, spec, m, None
@@ -113,8 +114,13 @@ def variants():
             yield label, SPECS[label], 300, LargeMConfig(tile_n, num_ctas=132, pingpong=label != "int8 azp")
 
 
-def main(step=1):
-    """Report every `step`-th variant."""
+def plan_of(spec, m, config):
+    kind = ScaledSmallMPlan if m <= SCALED_SMALL_M else persistent_plan
+    return kind(spec, scaled_scheme(spec), m, spec.bias, 132, config)
+
+
+def compiled(cases, plan_of, kernel_class):
+    """(label, [(name, compiled kernel)], plan) of each case: what a call of its plan launches."""
     built = []
     runtime.gluon = lambda: SimpleNamespace(
         quantize_x=quantize_x, scaled_small_m=scaled_small_m, scaled_persistent=scaled_persistent,
@@ -123,19 +129,29 @@ def main(step=1):
     )  # fmt: skip
     runtime.raw_stream = lambda device: 0
     runtime.compile_and_run = compile_only(built)
-    scaled_plans.workspace = lambda x, size, stream: (4096, 4096)
-    for i, (label, spec, m, config) in enumerate(variants()):
-        if i % step:
-            continue
+    scaled_plans.workspace = w4a8_plans.workspace = lambda x, size, stream: (4096, 4096)
+    for label, spec, m, config in cases:
         runtime.binaries.clear()
-        packed = list(GluonHopperScaledMMLinearKernel.pack(random_weight(spec.replace(n=64), 1)).values())
-        kind = ScaledSmallMPlan if m <= SCALED_SMALL_M else persistent_plan
-        plan = kind(spec, scaled_scheme(spec), m, spec.bias, 132, config)
+        packed = list(kernel_class.pack(random_weight(spec.replace(n=64), 1)).values())
+        plan = plan_of(spec, m, config)
         plan(inputs(m, spec, 1), packed, torch.zeros(spec.n, dtype=spec.act_dtype) if spec.bias else None)
+        yield f"{label} {spec.n}x{spec.k} M={m}", list(built), plan
+        built.clear()
+
+
+def variants():
+    """(label, compiled kernel) of every variant, in a fixed order."""
+    for label, built, _plan in compiled(cases(), plan_of, GluonHopperScaledMMLinearKernel):
+        for name, kernel in built:
+            yield f"{label} {name}", kernel
+
+
+def main(step=1):
+    """Report the kernels of every `step`-th case."""
+    for label, built, plan in compiled(itertools.islice(cases(), 0, None, step), plan_of, GluonHopperScaledMMLinearKernel):
         for name, kernel in built:
             if name != "quantize_x":
-                print(json.dumps(report(f"{label} {spec.n} M={m}", name, kernel, plan.config)), flush=True)
-        built.clear()
+                print(json.dumps(report(label, name, kernel, plan.config)), flush=True)
 
 
 if __name__ == "__main__":

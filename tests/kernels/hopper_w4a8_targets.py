@@ -1,27 +1,23 @@
 """Compiles the Hopper kernels with 4-bit weights and 8-bit activations for sm_90a without a GPU, one variant a line of JSON."""
 
+import itertools
 import json
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from hopper_scaled_targets import compile_only, shared_layout
+from hopper_scaled_targets import compiled
 from hopper_targets import TOOLS, inner_loop
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bitline import types
-from bitline.kernels.hopper import runtime, scaled_plans, w4a8_plans
-from bitline.kernels.hopper.device.quantize import quantize_x
 from bitline.kernels.hopper.scaled_linear import small_m_limit
 from bitline.kernels.hopper.w4a8_heuristics import COSTS
 from bitline.kernels.hopper.w4a8_linear import GluonHopperW4A8LinearKernel
 from bitline.kernels.hopper.w4a8_plans import W4A8PersistentPlan, W4A8SmallMPlan
 from bitline.kernels.hopper.w4a8_scheme import w4a8_scheme
-from bitline.testing.generators import inputs, random_weight
 from bitline.types import ActSpec, LinearSpec
 
 F8, I8, I4 = types.float8_e4m3fn, types.int8, types.int4
@@ -55,8 +51,8 @@ def report(label, name, kernel, plan):
     return found
 
 
-def variants():
-    """(label, spec, M, config or None) of every variant."""
+def cases():
+    """(label, spec, M, config or None) of every layer and M."""
     for label, spec in SPECS.items():
         for m in (1, 16, 32, 300):
             yield label, spec, m, None
@@ -69,28 +65,24 @@ def variants():
                 yield label, SPECS[label], 300, config._replace(num_ctas=132)
 
 
+def plan_of(spec, m, config):
+    kind = W4A8SmallMPlan if m <= small_m_limit(spec) else W4A8PersistentPlan
+    return kind(spec, w4a8_scheme(spec), m, spec.bias, 132, config)
+
+
+def variants():
+    """(label, compiled kernel) of every variant, in a fixed order."""
+    for label, built, _plan in compiled(cases(), plan_of, GluonHopperW4A8LinearKernel):
+        for name, kernel in built:
+            yield f"{label} {name}", kernel
+
+
 def main(step=1):
-    """Report every `step`-th variant."""
-    built = []
-    runtime.gluon = lambda: SimpleNamespace(
-        quantize_x=quantize_x, TensorDescriptor=TensorDescriptor, swizzle128=shared_layout(128, 16),
-        swizzle128_bytes=shared_layout(128, 8), plain32=shared_layout(0, 32),
-    )  # fmt: skip
-    runtime.raw_stream = lambda device: 0
-    runtime.compile_and_run = compile_only(built)
-    scaled_plans.workspace = w4a8_plans.workspace = lambda x, size, stream: (4096, 4096)
-    for i, (label, spec, m, config) in enumerate(variants()):
-        if i % step:
-            continue
-        runtime.binaries.clear()
-        packed = list(GluonHopperW4A8LinearKernel.pack(random_weight(spec.replace(n=64), 1)).values())
-        kind = W4A8SmallMPlan if m <= small_m_limit(spec) else W4A8PersistentPlan
-        plan = kind(spec, w4a8_scheme(spec), m, spec.bias, 132, config)
-        plan(inputs(m, spec, 1), packed, torch.zeros(spec.n, dtype=spec.act_dtype) if spec.bias else None)
+    """Report the kernels of every `step`-th case."""
+    for label, built, plan in compiled(itertools.islice(cases(), 0, None, step), plan_of, GluonHopperW4A8LinearKernel):
         for name, kernel in built:
             if name != "quantize_x":
-                print(json.dumps(report(f"{label} {spec.n}x{spec.k} M={m}", name, kernel, plan)), flush=True)
-        built.clear()
+                print(json.dumps(report(label, name, kernel, plan)), flush=True)
 
 
 if __name__ == "__main__":

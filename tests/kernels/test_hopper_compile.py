@@ -1,12 +1,7 @@
 """The Hopper kernels compile ahead of time for sm_90a, and the machine code is what is claimed of it. No GPU needed."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compile_targets import hopper_reports
 
 pytest.importorskip("triton")
 
@@ -25,20 +20,10 @@ def most_instructions(label, m):
 
 @pytest.mark.parametrize("step", [pytest.param(48, id="48th"), pytest.param(1, id="all", marks=pytest.mark.exhaustive)])
 def test_compiles(step, tmp_path):
-    from bitline.kernels.hopper.linear import _triton_version
-
-    if not _triton_version():
-        pytest.skip(_triton_version().reason)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("hopper_targets.py")
-    done = subprocess.run([sys.executable, script, str(step)], env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "serialized" not in done.stderr + done.stdout, "ptxas serializes wgmma"
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = hopper_reports("hopper_targets.py", tmp_path, step)
     assert len(found) >= 80 // step
     for kernel in found:
         label, m = kernel["kernel"].split(" M=")
-        assert kernel["shared"] <= 227 * 1024, kernel
         assert kernel["a_in_registers"], f"{kernel['kernel']}: operand A is not in registers"
         if "loop" not in kernel:
             continue  # Triton's package has no disassembler here

@@ -28,14 +28,14 @@ def threads():
     torch.set_num_threads(before)
 
 
-def test_conformance(level):
+def test_conformance(kernel_level):
     specs = default_specs() + [random_spec(seed) for seed in range(300, 320)]
-    check_kernel(Kernel, specs if level == LEVELS[-1] else specs[::4])
+    check_kernel(Kernel, specs if kernel_level == LEVELS[-1] else specs[::4])
 
 
 @pytest.mark.parametrize("kind", types.SCALAR_TYPES.values(), ids=str)
 @pytest.mark.parametrize("group", [1, 7, 16, 32, 100])
-def test_every_type_and_group(level, kind, group):
+def test_every_type_and_group(kernel_level, kind, group):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         spec = LinearSpec(35, 100, kind, (1, group), scale_dtype=torch.float32, act_dtype=dtype)
         weight = random_weight(spec, 1)
@@ -60,7 +60,7 @@ def run_poisoned(spec, weight, x):
 
 @pytest.mark.parametrize("n", [1, 15, 17, 31, 33, 64])
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 6, 9, 11, 12, 13, 25])
-def test_every_element_is_written_and_none_else(level, n, m):
+def test_every_element_is_written_and_none_else(kernel_level, n, m):
     for kind in (types.uint4b8, types.uint3b4, types.int8):
         spec = LinearSpec(n, 70, kind, (1, 32), scale_dtype=torch.float32, bias=True)
         weight, x = lossless_weight(spec, n), lossless_inputs(m, spec, m)
@@ -79,7 +79,7 @@ PANEL = {
 
 
 @pytest.mark.parametrize("name", PANEL)
-def test_large_m(level, name):
+def test_large_m(kernel_level, name):
     spec, m = PANEL[name]
     exact, x = lossless_weight(spec, 1), lossless_inputs(m, spec, 2)
     check_exact(run_poisoned(spec, exact, x), x, exact)
@@ -88,7 +88,7 @@ def test_large_m(level, name):
 
 
 @pytest.mark.parametrize("m", [1, 7, 40, 200])
-def test_same_bits_for_any_number_of_threads(level, threads, m):
+def test_same_bits_for_any_number_of_threads(kernel_level, threads, m):
     for kind in (types.uint4b8, types.float8_e4m3fn):
         spec = LinearSpec(500, 256, kind, (1, 16), act=None if m < 100 else ActSpec(types.int8))
         packed, x = list(Kernel.pack(random_weight(spec, 1)).values()), inputs(m, spec)
@@ -100,7 +100,7 @@ def test_same_bits_for_any_number_of_threads(level, threads, m):
 
 
 @pytest.mark.parametrize("kind", types.SCALAR_TYPES.values(), ids=str)
-def test_batch_invariance(level, threads, kind):
+def test_batch_invariance(kernel_level, threads, kind):
     fp8 = ActSpec(types.float8_e4m3fn)  # computed in bfloat16; float32 outputs show every bit of the accumulators
     for group, dtype, act in ((16, torch.bfloat16, None), (128, torch.bfloat16, None), (600, torch.float16, None),
                               (128, torch.float32, fp8), (32, torch.float32, fp8), (600, torch.float32, fp8),
@@ -117,7 +117,7 @@ def test_batch_invariance(level, threads, kind):
                 assert torch.equal(together, alone), f"M={m} on {count} threads, group size {group}, {dtype}"
 
 
-def test_the_batch_invariant_kernel_conforms_and_is_chosen_by_policy(level):
+def test_the_batch_invariant_kernel_conforms_and_is_chosen_by_policy(kernel_level):
     check_kernel(CPUBatchInvariantLinearKernel, default_specs()[::4])
     platform = "cpu:avx512_bf16,avx512_vnni,avx512_vbmi"
     assert choose(BASE, platform, Policy(batch_invariant=True)).kernel is CPUBatchInvariantLinearKernel
@@ -130,7 +130,7 @@ ACTS = [ActSpec(kind, dynamic, how, 0, symmetric, limit=limit) for kind in (type
 
 
 @pytest.mark.parametrize("act", ACTS, ids=str)
-def test_activation_quantization(level, act):
+def test_activation_quantization(kernel_level, act):
     for kind, dtype in ((types.int8, torch.bfloat16), (types.uint4b8, torch.float32), (types.nf4, torch.float32),
                         (types.uint3b4, torch.float16), (types.float8_e4m3fn, torch.bfloat16)):  # fmt: skip
         spec = LinearSpec(33, 130, kind, (1, 64), act=act, act_dtype=dtype)
@@ -142,7 +142,7 @@ def test_activation_quantization(level, act):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_token_gives_nan_in_its_row(level, bad):
+def test_a_non_finite_token_gives_nan_in_its_row(kernel_level, bad):
     spec = BASE.replace(act=ActSpec(types.int8))
     packed, x = list(Kernel.pack(random_weight(spec, 1)).values()), inputs(3, spec)
     x[1, 5] = bad
@@ -150,7 +150,7 @@ def test_a_non_finite_token_gives_nan_in_its_row(level, bad):
     assert bool(y[1].isnan().all()) and bool(y[[0, 2]].isfinite().all())
 
 
-def test_nan_and_infinite_inputs_reach_the_output(level):
+def test_nan_and_infinite_inputs_reach_the_output(kernel_level):
     packed, x = list(Kernel.pack(random_weight(BASE, 1)).values()), inputs(3, BASE)
     x[0, 3], x[2, 95] = math.nan, math.inf
     y = Kernel.apply(x, packed, None, BASE)
@@ -280,7 +280,7 @@ def test_common_layers_take_no_more_memory_than_codes_and_scales(spec):
     assert not packed_weight.layout_of(spec).has_column_map
 
 
-def test_long_reductions_are_as_exact_as_torch(level):
+def test_long_reductions_are_as_exact_as_torch(kernel_level):
     for k, block in ((8192, (1, 8192)), (8192, (1, 16)), (5000, (1, 5000))):
         spec = LinearSpec(32, k, types.uint4b8, block, act_dtype=torch.float32)
         weight = random_weight(spec, 1)

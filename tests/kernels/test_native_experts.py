@@ -109,7 +109,7 @@ def threads(request):
 
 @pytest.mark.parametrize("gate", EXACT_GATES, ids=lambda gate: gate.key)
 @pytest.mark.parametrize("name", FORMATS)
-def test_bits_are_those_of_the_kernel_for_each_expert(level, threads, name, gate):
+def test_bits_are_those_of_the_kernel_for_each_expert(kernel_level, threads, name, gate):
     experts = Experts(specs_of(name, gate), gate)
     for tokens in TOKENS:
         x = inputs(tokens, experts.specs[0], tokens)
@@ -140,7 +140,7 @@ def test_random_formats(up, down, gate):
 
 
 @pytest.mark.parametrize("name", [name for name, changes in FORMATS.items() if "act" not in changes])
-def test_lossless_data_is_exact(level, name):
+def test_lossless_data_is_exact(kernel_level, name):
     experts = Experts([spec.replace(act_dtype=torch.float32) for spec in specs_of(name, EXACT_GATES[1])], EXACT_GATES[1],
                       make=lossless_weight)  # fmt: skip
     for tokens in (1, 3, 17):
@@ -260,7 +260,7 @@ def test_many_experts_of_which_few_are_used():
 
 
 @pytest.mark.parametrize("name", ["W4A16", "FP8", "float32"])
-def test_a_batch_invariant_kernel_gives_a_token_the_same_bits_in_every_batch(level, name):
+def test_a_batch_invariant_kernel_gives_a_token_the_same_bits_in_every_batch(kernel_level, name):
     experts = Experts(specs_of(name, GATES[0]), GATES[0], CPUBatchInvariantLinearKernel)
     x, (index, weights) = inputs(65, experts.specs[0], 1), routing(65)
     whole = experts(x, index, weights)

@@ -34,7 +34,7 @@ def apply(x, weight):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_an_outlier_in_a_group_leaves_the_others_their_bits(level, kind, dtype):
+def test_an_outlier_in_a_group_leaves_the_others_their_bits(kernel_level, kind, dtype):
     weight = random_weight(BASE.replace(weight=kind, act_dtype=dtype), 1)
     for m in (1, 2, 3):
         x = inputs(m, weight.spec, m)
@@ -45,7 +45,7 @@ def test_an_outlier_in_a_group_leaves_the_others_their_bits(level, kind, dtype):
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_every_number_of_rows(level, name, dtype):
+def test_every_number_of_rows(kernel_level, name, dtype):
     spec = LAYERS[name].replace(act_dtype=dtype)
     exact, weight = lossless_weight(spec, 1), random_weight(spec, 2)
     for m in (*range(1, 10), 12, 13, 17):
@@ -56,11 +56,11 @@ def test_every_number_of_rows(level, name, dtype):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_row_has_the_same_bits_among_others(level, name):
+def test_a_row_has_the_same_bits_among_others(kernel_level, name):
     """Integer sums are exact, so tiles of other sizes change no bit, up to the number of rows that the level multiplies so."""
     spec = LAYERS[name]
-    most = {"avx512": 4, "amx": 4, "neon_i8mm": 3}.get(level, 12)
-    if level == "avx2":
+    most = {"avx512": 4, "amx": 4, "neon_i8mm": 3}.get(kernel_level, 12)
+    if kernel_level == "avx2":
         most = 1 if spec.weight.bits == 8 else 5
     packed, x = list(Kernel.pack(random_weight(spec, 1)).values()), inputs(most, spec, 3)
     alone = torch.cat([Kernel.apply(row, packed, None, spec) for row in x.split(1)])
@@ -69,7 +69,7 @@ def test_a_row_has_the_same_bits_among_others(level, name):
 
 
 @pytest.mark.parametrize("exponent", [-120, -40, -31, 0, 60, 100])
-def test_every_magnitude_of_x(level, exponent):
+def test_every_magnitude_of_x(kernel_level, exponent):
     weight = lossless_weight(BASE, 1)
     x = lossless_inputs(1, BASE, 1)
     scaled = torch.ldexp(x.float(), torch.tensor(exponent)).to(x.dtype)
@@ -78,7 +78,7 @@ def test_every_magnitude_of_x(level, exponent):
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_infinity_and_nan_in_x(level, value):
+def test_infinity_and_nan_in_x(kernel_level, value):
     weight = random_weight(BASE, 1)
     x = inputs(2, BASE, 1)
     x[1, 3] = value
@@ -89,7 +89,7 @@ def test_infinity_and_nan_in_x(level, value):
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 13])
-def test_nan_codes_of_fp8(level, m):
+def test_nan_codes_of_fp8(kernel_level, m):
     spec = LinearSpec(70, 128, types.float8_e4m3fn, (1, 128), scale_dtype=torch.float32)
     weight = random_weight(spec, 1)
     weight.codes.view(torch.uint8)[3, 7], weight.codes.view(torch.uint8)[69, 127] = 0x7F, 0xFF
@@ -104,7 +104,7 @@ def test_nan_codes_of_fp8(level, m):
 
 @pytest.mark.parametrize("kind", [types.uint4b8, types.int8], ids=str)
 @pytest.mark.parametrize("m", [1, 2, 3, 7, 12, 13, 29])
-def test_int8_activations(level, kind, m):
+def test_int8_activations(kernel_level, kind, m):
     """Products of int8 codes are exact: full-range codes of W and x, and ragged sizes."""
     spec = LinearSpec(45, 70, kind, (1, 70), act=ActSpec(types.int8), scale_dtype=torch.float32, act_dtype=torch.float32)
     weight, x = random_weight(spec, m), inputs(m, spec, m)
@@ -116,7 +116,7 @@ def test_int8_activations(level, kind, m):
     check(apply(extreme.abs(), weight), extreme.abs(), weight)
 
 
-def test_extreme_codes_do_not_saturate(level):
+def test_extreme_codes_do_not_saturate(kernel_level):
     for kind in KINDS:
         spec = BASE.replace(weight=kind, act_dtype=torch.float32)
         weight = lossless_weight(spec, 1)

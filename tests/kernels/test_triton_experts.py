@@ -24,7 +24,7 @@ if INTERPRETED:
     import triton.language as tl
 
     from bitline.kernels.triton import experts
-    from bitline.kernels.triton.device import experts as device
+    from bitline.kernels.triton.device import experts_gate
     from bitline.kernels.triton.heuristics import DeviceTraits
 
     @triton.jit
@@ -32,9 +32,9 @@ if INTERPRETED:
         i = tl.arange(0, 64)
         gate, up = tl.load(h_ptr + i), tl.load(h_ptr + 64 + i)
         if GATED:
-            y = device._gate(gate, up, ACTIVATION, ALPHA, LIMIT)
+            y = experts_gate.gate_up(gate, up, ACTIVATION, ALPHA, LIMIT)
         else:
-            y = device._activate(gate, ACTIVATION)
+            y = experts_gate.activate(gate, ACTIVATION)
         tl.store(y_ptr + i, y)
 
 

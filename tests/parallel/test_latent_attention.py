@@ -7,7 +7,7 @@ import transformers
 from forms import FORMS, everything, with_changes
 from moe_files import write
 from moe_models import CLASSES, SIZES, make
-from test_parallel import case, check, check_plan
+from test_parallel import case, check, check_plan, packed_bytes
 
 import bitline
 from bitline.model.rank_plan import RankPlan
@@ -70,8 +70,13 @@ def found(request, written, tmp_path_factory):
 def test_every_form(name, found, written):
     y, model = ranks.logits(str(written[name]), None, torch.float32, "ReferenceLinearKernel")
     check(found, name, written[name], lambda _path: (y, ranks.held(model), model))
-    if name != "deepseek router quantized":  # whose routers are dequantized, which the plan's bytes leave out
-        check_plan(RankPlan(bitline.open_checkpoint(written[name]), torch.float32, len(found)), found, name)
+    plan = RankPlan(bitline.open_checkpoint(written[name]), torch.float32, len(found))
+    check_plan(plan, found, name)
+    if name == "deepseek router quantized":  # routers are dequantized, and counted as what they are then
+        assert not any(layer.module.endswith("mlp.gate") for layer in plan.layers())
+        for rank, (_, said) in enumerate(found):
+            packed = sum(packed_bytes(layer.specs[rank]) for layer in plan.layers())
+            assert packed + plan.unquantized_bytes(rank) == said[name]["bytes"]
     check_heads(model, [said[name]["shapes"] for _, said in found])
     if name == "gptq act-order":
         want = ranks.greedy(model, 6)

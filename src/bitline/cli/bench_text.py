@@ -8,7 +8,7 @@ from rich.text import Text
 from bitline.bench.compare import Comparison, Difference
 from bitline.bench.report import KernelResult, ProblemResult, Report
 from bitline.cli.console import out
-from bitline.cli.render import hanging, put, rate, table
+from bitline.cli.render import fitted, hanging, put, rate
 from bitline.select import format_seconds, short_name
 from bitline.types import DTYPES
 
@@ -55,19 +55,20 @@ def _show_times(problem: ProblemResult) -> None:
     put(Text(f"\n{head}{problem.scheme} {_shape(problem)}, input {problem.dense_dtype}", "bold"))
     entrants = [*problem.kernels, *problem.baselines]
     sustained = any(result.sustained_seconds for result in entrants)
-    grid = table("M, kernel", "time", *(("sustained",) if sustained else ()), "/limit", "/dense", "rate", "")
+    columns = ("M, kernel", "time", *(("sustained",) if sustained else ()), "/limit", "/dense", "rate", "")
+    lines: list[list[str | Text]] = []
     for m in problem.m:
         own = problem.dense_seconds.get(m)
         if own is None:
             continue
         limit, blank = problem.limit(m), [""] if sustained else []
         kind = "read limit" if problem.read_seconds[m] >= problem.compute_seconds[m] else "compute limit"
-        grid.add_row(Text.assemble((f"M={m} ", "bold"), (kind, "dim")), format_seconds(limit), *blank, "", "", "", "")
+        lines.append([Text.assemble((f"M={m} ", "bold"), (kind, "dim")), format_seconds(limit), *blank, "", "", "", ""])
         rows: list[tuple[float, KernelResult | None]] = [(own, None)]
         rows += [(result.measured_seconds[m], result) for result in entrants if m in result.measured_seconds]
         for seconds, result in sorted(rows, key=lambda row: row[0]):
-            grid.add_row(*_cells(problem, m, seconds, result, sustained=sustained))
-    put(grid)
+            lines.append(_cells(problem, m, seconds, result, sustained=sustained))
+    put(fitted(columns, lines, drop=("", "rate", "/dense", "/limit", "sustained")))
     for result in problem.kernels:
         if result.status in ("refused", "skipped"):
             put(hanging(short_name(result.kernel), f"{result.status}: {result.reason}", "yellow"))
@@ -97,7 +98,7 @@ def _cells(problem: ProblemResult, m: int, seconds: float, result: KernelResult 
 
 def _show_checks(problems: list[ProblemResult]) -> None:
     lines = ("line",) if any(problem.line for problem in problems) else ()
-    grid = table(*lines, "layers", "M", "kernels", "error", "")
+    rows: list[list[str | Text]] = []
     for problem in problems:
         line = [str(problem.line)] if lines else []
         ran = [result for result in problem.kernels if result.status == "ok"]
@@ -105,8 +106,8 @@ def _show_checks(problems: list[ProblemResult]) -> None:
         sizes = ",".join(map(str, problem.m)) if len(problem.m) < 6 else f"{problem.m[0]}..{problem.m[-1]}"
         what = f"{problem.example or problem.scheme} {_shape(problem)} {problem.dense_dtype}"
         status = Text(problem.status, _STYLES[problem.status])
-        grid.add_row(*line, what, sizes, str(len(ran)), f"{worst:.2f}" if ran else "-", status)
-    put(grid)
+        rows.append([*line, what, sizes, str(len(ran)), f"{worst:.2f}" if ran else "-", status])
+    put(fitted((*lines, "layers", "M", "kernels", "error", ""), rows, drop=("kernels", "error", "M")))
 
 
 def show_comparison(found: Comparison, threshold: float) -> None:
@@ -128,9 +129,9 @@ def show_comparison(found: Comparison, threshold: float) -> None:
 
 
 def _show_differences(title: str, rows: tuple[Difference, ...]) -> None:
-    grid = table("layers", "kernel", "M", "before", "after", title)
+    lines = []
     for row in rows:
         shape = f"{row.scheme} {row.shape[0]}×{row.shape[1]}"
         cells = [format_seconds(row.before), format_seconds(row.after), f"{row.ratio:.2f}"]
-        grid.add_row(shape, short_name(row.kernel), str(row.m), *cells)
-    put(grid)
+        lines.append([shape, short_name(row.kernel), str(row.m), *cells])
+    put(fitted(("layers", "kernel", "M", "before", "after", title), lines, drop=("before", "after")))

@@ -71,6 +71,19 @@ def table(*columns: str) -> Grid:
     return grid
 
 
+def fitted(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]], drop: Sequence[str]) -> Grid:
+    """A table without the first columns of `drop`, as many as it takes to fit into the terminal's width."""
+    for count in range(len(drop) + 1):
+        kept = [i for i, column in enumerate(columns) if column not in drop[:count]]
+        grid = table(*(columns[i] for i in kept))
+        grid.columns[-1].no_wrap = kept[-1] != len(columns) - 1
+        for row in rows:
+            grid.add_row(*(row[i] for i in kept))
+        if sum(map(_least_width, grid.columns)) + _SEPARATOR * (len(kept) - 1) <= out.width:
+            break
+    return grid
+
+
 def put(renderable: RenderableType) -> None:
     """Print, in a file or a pipe without the trailing blanks of a table's lines."""
     if out.is_terminal:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bitline import env
+from bitline.checkpoint import open_checkpoint
 from bitline.cli.console import err, out
 from bitline.cli.fetch import local_path
 from bitline.cli.options import device_of, dtype_of
@@ -74,6 +75,8 @@ def run_report(model: str, prompt: str, options: RunOptions, *, quiet: bool) -> 
     """Run the model and return the report; print it on the way unless `quiet`, or on a rank other than the first."""
     quiet = quiet or env.launched_rank() > 0
     with suppress_transformers_logging():
+        if not prompt.strip():  # whether that has tokens is the tokenizer's to say: ask it before the model is loaded
+            encode(load_tokenizer(open_checkpoint(local_path(model))), prompt, chat=options.chat)
         loaded = load(model, options)
         network, tokenizer, target = loaded.network, loaded.tokenizer, loaded.device
         rows = plan(network)

@@ -62,6 +62,15 @@ class TensorSource(Protocol):
         ...
 
 
+def info_to_read(source: TensorSource, name: str) -> TensorInfo:
+    """The header of a tensor that `source` is about to read, now one of its `reads`. A missing name is a CheckpointError."""
+    info = source.tensors.get(name)
+    if info is None:
+        raise CheckpointError("no such tensor", file=source.path, tensor=name, expected=f"one of {len(source.tensors)} names")
+    source.reads.add(name)
+    return info
+
+
 @dataclass(frozen=True)
 class PartReader:
     """Reads a part of a layer without the rest of it.

@@ -98,12 +98,12 @@ class RankPlan:
     # ---- layers ----------------------------------------------------------------------------------------------------------
 
     def layers(self) -> Iterator[LayerOnRanks]:
-        """Every quantized layer that the model has a module for."""
+        """Every quantized layer that the model runs packed; a router is dequantized."""
         for record in self.records:
             place, target = self._place[record.name], self._target.get(record.name)
             if place is not None:
                 yield self._expert(record, place)
-            elif target is not None:
+            elif target is not None and self.loader.runs_packed(self._modules[target]):
                 cuts = [plan.cuts.get(target) for plan in self.ranks]
                 shared = [cut for cut in cuts if cut and cut.dim == 1 and self.ranks[0]._shares_scales(record.spec.act, cut)]
                 specs = tuple(self._spec(record.spec, cut, rank, bool(shared)) for rank, cut in enumerate(cuts))
@@ -142,16 +142,17 @@ class RankPlan:
     # ---- what is not quantized -------------------------------------------------------------------------------------------
 
     def unquantized_bytes(self, rank: int) -> int:
-        """Bytes of the parameters that no quantized layer has, on a rank; tied ones once."""
+        """Bytes of the parameters that no packed layer has, on a rank; tied ones once."""
         plan = self.ranks[rank]
         quantized = {target for target in self._target.values() if target}
+        packed = {target for target in quantized if self.loader.runs_packed(self._modules[target])}
         of_experts = {(p.module, p.parameter) for p in self._place.values() if p}
         modules = {module for module, _ in of_experts}
         tied = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         total = 0
         for name, parameter in self.model.named_parameters():
             owner, _, leaf = name.rpartition(".")
-            own = owner in quantized or (owner, leaf.removesuffix("_bias")) in of_experts
+            own = owner in packed or (owner, leaf.removesuffix("_bias")) in of_experts
             partner = tied.get(name, "").rpartition(".")[0]
             if own or partner in quantized:
                 continue

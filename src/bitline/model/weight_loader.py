@@ -212,6 +212,10 @@ class WeightLoader:
             self._assign(module, "weight", read().to(device).dequantize(dtype), parameter=True)
         self._mark_quantized(target, record)
 
+    def runs_packed(self, module: nn.Module) -> bool:
+        """Whether a module's quantized weight stays packed; else the module gets it dequantized."""
+        return self._is_linear(module) or type(module) is nn.Embedding
+
     def _is_linear(self, module: nn.Module) -> bool:
         """Whether a QuantLinear takes the place of a module."""
         return isinstance(module, nn.Linear)

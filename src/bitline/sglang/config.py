@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from sglang.srt.layers.linear import LinearBase, MergedColumnParallelLinear, MergedColumnParallelRepeatedLinear, QKVParallelLinear
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import nn
 
+from bitline.engines.config import AnyCheckpoint
 from bitline.errors import BitlineError, CheckpointError, InputError
 from bitline.sglang.engine import SGLANG
 from bitline.sglang.methods import BitlineEmbeddingMethod, BitlineLinearMethod
@@ -23,7 +23,7 @@ _FUSED = (QKVParallelLinear, MergedColumnParallelLinear, MergedColumnParallelRep
 _READ_BY_MODELS = ("kv_b_proj", "kc_b_proj")  # latent attention of SGLang multiplies by the weight itself
 
 
-class BitlineConfig(QuantizationConfig):
+class BitlineConfig(AnyCheckpoint, QuantizationConfig):
     """SGLang's quantization config of a checkpoint that Bitline reads. Which layers are quantized is read from the files."""
 
     def __init__(self, packed_modules_mapping: dict[str, list[str]] | None = None) -> None:
@@ -32,35 +32,11 @@ class BitlineConfig(QuantizationConfig):
         self.declared: dict[str, list[str]] = {}
         self.mappers: list[Any] = []
         self.weights: CheckpointWeights | None = None
-        self.tied = False
-
-    def get_name(self) -> str:
-        """ "bitline"."""
-        return "bitline"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """16 and 32 bits."""
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """None: Bitline has a kernel for every device."""
-        return -1
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """None: Bitline finds a checkpoint's configuration itself."""
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BitlineConfig:
         """The config itself is read with the checkpoint; SGLang adds the model's fused layers to it."""
         return cls(config.get("packed_modules_mapping"))
-
-    @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
-        """Take a checkpoint of another method where the user asks for "bitline"."""
-        return "bitline" if user_quant == "bitline" else None
 
     def get_scaled_act_names(self) -> list[str]:
         """None."""
@@ -75,8 +51,7 @@ class BitlineConfig(QuantizationConfig):
 
         Raises CheckpointError for a folder that `bitline.open_checkpoint` does not open, or without a quantized layer.
         """
-        text = getattr(hf_config, "text_config", None) or hf_config
-        self.tied = bool(getattr(text, "tie_word_embeddings", False))
+        self.read_ties(hf_config)
         self.declared = packed_modules
         self.weights = CheckpointWeights(SGLANG, path, self.mappers)
         if self.weights.checkpoint.is_gguf:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
@@ -13,6 +12,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from bitline.engines.config import AnyCheckpoint
 from bitline.engines.model_weights import ModelWeights
 from bitline.errors import InputError
 from bitline.vllm.engine import VLLM
@@ -20,50 +20,20 @@ from bitline.vllm.experts import BitlineExpertsMethod
 from bitline.vllm.methods import BitlineEmbeddingMethod, BitlineLinearMethod
 
 
-class BitlineConfig(QuantizationConfig):
+class BitlineConfig(AnyCheckpoint, QuantizationConfig):
     """vLLM's quantization config of a checkpoint that Bitline reads. Which layers are quantized is read from the files."""
 
     weights: ModelWeights
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tied = False
-
-    @classmethod
-    def get_name(cls) -> Any:
-        """ "bitline"."""
-        return "bitline"
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """16 and 32 bits."""
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """None: Bitline has a kernel for every device."""
-        return -1
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """None: Bitline finds a checkpoint's configuration itself."""
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BitlineConfig:
         """The config itself is read with the checkpoint."""
         return cls()
 
-    @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> Any:
-        """Take a checkpoint of another method where the user asks for "bitline"."""
-        return "bitline" if user_quant == "bitline" else None
-
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Remember the checkpoint; the files are opened in the process that loads the model."""
         self.weights = ModelWeights(VLLM, Path(model_name))
-        text = getattr(hf_config, "text_config", None) or hf_config
-        self.tied = bool(getattr(text, "tie_word_embeddings", False))
+        self.read_ties(hf_config)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the checkpoint's layers as vLLM renames its tensors."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import Range, TensorInfo
+from bitline.formats.base import Range, TensorInfo, info_to_read
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES, PLAIN_TYPES
 from bitline.formats.gguf.header import Header
 from bitline.formats.gguf.split_files import read_split
@@ -34,7 +34,8 @@ class GGUFSource:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.config: Mapping[str, Any] = {"quantization_config": {"quant_method": "gguf"}}
-        self.tensors: dict[str, TensorInfo] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        self.tensors: Mapping[str, TensorInfo] = self._infos
         self.ggml: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.reads: set[str] = set()
         self._offsets: dict[str, int] = {}
@@ -54,7 +55,7 @@ class GGUFSource:
                 block, block_bytes = BLOCK_SIZES[entry.kind]
                 shape = (*shape[:-1], shape[-1] // block * block_bytes)
             dtype = PLAIN_TYPES.get(entry.kind, torch.uint8)
-            self.tensors[name] = TensorInfo(name, dtype, shape, header.path, entry.nbytes)
+            self._infos[name] = TensorInfo(name, dtype, shape, header.path, entry.nbytes)
             self.ggml[name] = (entry.kind, entry.shape)
             self._offsets[name] = entry.offset
 
@@ -62,20 +63,12 @@ class GGUFSource:
         """The tensor as a view of the mapped file, with the dtype and shape of `tensors[name]`; writing to it never
         reaches the file. rows: ignored, since a view of all rows costs the same. A missing name is a CheckpointError.
         """
-        info = self._to_read(name)
+        info = info_to_read(self, name)
         raw = map_bytes(info.file, self._offsets[name], info.nbytes, name)
         return raw.view(info.dtype).view(info.shape)
 
     def read_part(self, name: str, ranges: Sequence[Range]) -> Tensor:
         """A part of a tensor, one range for each dimension of `tensors[name].shape`, which is of bytes where it is quantized."""
-        info = self._to_read(name)
+        info = info_to_read(self, name)
         raw = map_part(info.file, self._offsets[name], info.shape, info.dtype.itemsize, ranges, name)
         return raw.view(info.dtype).view([stop - start for start, stop in ranges])
-
-    def _to_read(self, name: str) -> TensorInfo:
-        """The header of a tensor that is about to be read."""
-        info = self.tensors.get(name)
-        if info is None:
-            raise CheckpointError("no such tensor", file=self.path, tensor=name, expected=f"one of {len(self.tensors)} names")
-        self.reads.add(name)
-        return info

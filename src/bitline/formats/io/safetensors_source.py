@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bitline.errors import CheckpointError
-from bitline.formats.base import Range, TensorInfo
+from bitline.formats.base import Range, TensorInfo, info_to_read
 from bitline.formats.io.checkpoint_files import choose_files
 from bitline.formats.io.json_object import read_config
 from bitline.formats.io.mapped_file import map_bytes, map_part
@@ -84,7 +84,7 @@ class SafetensorsSource:
 
         rows: only its first rows. A missing name, or a file that became shorter since it was opened, is a CheckpointError.
         """
-        info = self._to_read(name)
+        info = info_to_read(self, name)
         shape, nbytes = info.shape, info.nbytes
         if rows is not None and shape and rows < shape[0]:
             shape, nbytes = (rows, *shape[1:]), nbytes // shape[0] * rows
@@ -94,17 +94,9 @@ class SafetensorsSource:
 
     def read_part(self, name: str, ranges: Sequence[Range]) -> Tensor:
         """A part of a tensor, one range for each dimension; a view of the mapped file where its bytes follow each other."""
-        info = self._to_read(name)
+        info = info_to_read(self, name)
         data = map_part(info.file, self._offsets[name], info.shape, info.dtype.itemsize, ranges, name)
         return self._typed(data, info).view([stop - start for start, stop in ranges])
-
-    def _to_read(self, name: str) -> TensorInfo:
-        """The header of a tensor that is about to be read."""
-        info = self.tensors.get(name)
-        if info is None:
-            raise CheckpointError("no such tensor", file=self.path, tensor=name, expected=f"one of {len(self.tensors)} names")
-        self.reads.add(name)
-        return info
 
     def _typed(self, data: Tensor, info: TensorInfo) -> Tensor:
         """Bytes of a tensor in its dtype. Old writers did not align their header: copied to align."""

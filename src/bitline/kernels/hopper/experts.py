@@ -125,8 +125,7 @@ class ExpertsPlan:
 
 def load_of(specs: tuple[LinearSpec, LinearSpec], num_experts: int, pairs: int) -> tuple[int, bool, float]:
     """(tile of pairs, whether they are sorted, expected number of blocks)."""
-    expert_bytes = specs[0].weight_bytes() + specs[1].weight_bytes()
-    if not portable.load_of(pairs, num_experts, (specs[0].n, specs[1].n), expert_bytes).is_sorted:
+    if not portable.sorting_pays(pairs, num_experts, specs[0].weight_bytes() + specs[1].weight_bytes()):
         return 8, False, pairs
     active = active_experts(num_experts, 1, pairs)
     tile = tile_for(pairs / active)

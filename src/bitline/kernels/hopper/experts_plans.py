@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from bitline.kernels.hopper.scheme import DequantScheme
 from bitline.kernels.hopper.traits import pipelined_scheme_traits, pipelined_traits, wgmma_scheme_traits, wgmma_traits
 from bitline.types import LinearSpec
 
+_address = Tensor.data_ptr  # without a look-up for each tensor
 UNIT = 256  # bytes: experts of a stack start at multiples of it
 _POINTERS = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int16: "i16", torch.int32: "i32",
@@ -36,17 +37,20 @@ class Routes(NamedTuple):
 class Launch:
     """A kernel with its compile-time arguments. The first call compiles it; later ones pass addresses to Triton's launcher.
 
-    Each tensor starts at a multiple of 16 bytes and keeps its dtype from call to call.
+    Each tensor starts at a multiple of 16 bytes and keeps its dtype from call to call. read_as: the dtypes that the kernel reads
+    tensors as, by their positions, where these are not their own.
     """
 
-    def __init__(self, kernel: Any, constants: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self.kernel, self.constants, self.options = kernel, constants, options
+    def __init__(
+        self, kernel: Any, constants: tuple[Any, ...], options: dict[str, Any], read_as: Mapping[int, torch.dtype] | None = None
+    ) -> None:  # fmt: skip
+        self.kernel, self.constants, self.options, self.read_as = kernel, constants, options, read_as or {}
         self.binary: Binary | None = None
 
     def __call__(self, num_ctas: int, stream: int, tensors: Sequence[Tensor], scalars: tuple[Any, ...]) -> None:
         """Run it."""
         if self.binary is None:
-            types = tuple(_POINTERS[t.dtype] for t in tensors)
+            types = tuple(_POINTERS[self.read_as.get(i, t.dtype)] for i, t in enumerate(tensors))
             key = (self.kernel.__name__, self.constants, types, tensors[0].get_device())
             self.binary = runtime.binaries.get(key)
             if self.binary is None:
@@ -55,7 +59,7 @@ class Launch:
                     self.kernel, num_ctas, (*typed, *scalars), self.constants, self.options
                 )
                 return
-        self.binary(num_ctas, stream, (*(t.data_ptr() for t in tensors), *scalars, *self.constants))
+        self.binary(num_ctas, stream, (*map(_address, tensors), *scalars, *self.constants))
 
 
 def _units(stack: Tensor) -> int:
@@ -90,9 +94,8 @@ class SmallProjection:
             experts, config.num_warps,
         )  # fmt: skip
         self.options = {"num_warps": config.num_warps, "launch_pdl": True}
-        self.units: tuple[int, ...] = ()
         self.tiles_n = -(-(n16_tiles // halves) // (config.n16_per_cta // halves))
-        self.sizes = (spec.n, spec.k, columns // 64, n16_tiles, scheme.scales_per_row, iterations)
+        self.sizes: tuple[int, ...] = (spec.n, spec.k, columns // 64, n16_tiles, scheme.scales_per_row, iterations)
         self.launch: Launch | None = None
 
     def run(
@@ -101,20 +104,16 @@ class SmallProjection:
     ) -> None:  # fmt: skip
         """out[pair] from rows of x by pair."""
         if self.launch is None:
-            self.launch = Launch(runtime.experts().small_m, self.constants, self.options)
-            self.units = tuple(map(_units, _typed(packed, self.scheme)))  # the same for all stacks of one spec
-        tail = (*self.units, *self.sizes, routes.num_blocks, num_experts, pairs_per_x, self.tiles_n)
-        num_ctas, (numbers, in_order, blocks, _) = self.tiles_n * routes.num_blocks, routes
-        if self.launch.binary is None:
-            weight, scale, zero, alpha = _typed(packed, self.scheme)
-            tensors = (x, weight, scale, zero, x if bias is None else bias, alpha, out, numbers, in_order, blocks)
-            self.launch(num_ctas, stream, tensors, tail)
-            return
-        weight, scale, zero, alpha = packed[:4]
-        self.launch.binary(num_ctas, stream, (
-            x.data_ptr(), weight.data_ptr(), scale.data_ptr(), zero.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            alpha.data_ptr(), out.data_ptr(), numbers.data_ptr(), in_order.data_ptr(), blocks.data_ptr(), *tail, *self.constants,
-        ))  # fmt: skip
+            typed = _typed(packed, self.scheme)
+            self.sizes = (*map(_units, typed), *self.sizes)  # the same for all stacks of one spec
+            read_as = {1 + i: t.dtype for i, t in enumerate(typed[:3])}
+            self.launch = Launch(runtime.experts().small_m, self.constants, self.options, read_as)
+        numbers, in_order, blocks, num_blocks = routes
+        tensors = (
+            x, packed[0], packed[1], packed[2], x if bias is None else bias, packed[3], out, numbers, in_order, blocks
+        )  # fmt: skip
+        scalars = (*self.sizes, num_blocks, num_experts, pairs_per_x, self.tiles_n)
+        self.launch(self.tiles_n * num_blocks, stream, tensors, scalars)
 
 
 class PersistentProjection:

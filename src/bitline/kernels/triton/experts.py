@@ -117,10 +117,15 @@ def tile_for(pairs_per_expert: float) -> int:
     return next((tile for tile, most in ((8, 6), (16, 28), (32, 48), (64, 200)) if pairs_per_expert <= most), 128)
 
 
+def sorting_pays(pairs: int, num_experts: int, expert_bytes: int) -> bool:
+    """Whether pairs are sorted by expert. expert_bytes: of one expert's weights, which unsorted pairs of it read again each."""
+    return pairs > MAX_UNSORTED or (pairs - active_experts(num_experts, 1, pairs)) * expert_bytes > SORT_BYTES
+
+
 def load_of(pairs: int, num_experts: int, rows: tuple[int, int], expert_bytes: int) -> Load:
-    """rows: N of both projections. expert_bytes: of one expert's weights; unsorted pairs of one expert read it again each."""
+    """rows: N of both projections. expert_bytes: as in `sorting_pays`."""
     active = active_experts(num_experts, 1, pairs)
-    is_sorted = pairs > MAX_UNSORTED or (pairs - active) * expert_bytes > SORT_BYTES
+    is_sorted = sorting_pays(pairs, num_experts, expert_bytes)
     tile = tile_for(pairs / active) if is_sorted else 8
     blocks = active * max(1.0, pairs / active / tile) if is_sorted else pairs
     up, down = (tile == 8 and blocks * n / 128 <= FEW_PROGRAMS for n in rows)

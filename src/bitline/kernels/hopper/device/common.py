@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
 
@@ -20,6 +21,17 @@ LAUNCH_DEPENDENTS = gl.constexpr("griddepcontrol.launch_dependents; // $0")
 def emit(ptx: gl.constexpr):
     """Emit an instruction without operands."""
     gl.inline_asm_elementwise(ptx, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pipeline_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The mbarriers (full, empty) of a pipeline's stages: one arrival fills a stage, one of each consumer empties it."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return full, empty
 
 
 @gluon.jit

@@ -89,6 +89,13 @@ def store_tile(v, y_desc, smem, n, m, pointers, N, TILE_M: gl.constexpr, scheme:
 
 
 @gluon.jit
+def end_cta(tile, schedule):
+    """The CTA after the last one that has stages of a stream-K tile."""
+    stages_per_tile, _tiles_m, _tiles_n, num_ctas, whole_tiles, stream_k_stages = schedule
+    return ((tile - whole_tiles * num_ctas + 1) * stages_per_tile * num_ctas + stream_k_stages - 1) // stream_k_stages
+
+
+@gluon.jit
 def wait_for_partials(flag, count):
     """Wait until `count` CTAs have stored their partials, and reset the flag."""
     arrived = gl.atomic_add(flag, 0, sem="acquire", scope="gpu")
@@ -156,7 +163,7 @@ def epilogue(
     reduces them in CTA order and stores the tile."""
     tile, k0, k1, pid_n, pid_m = work
     partials_ptr, flags_ptr, _bias_ptr, _alpha_ptr = pointers
-    stages_per_tile, _tiles_m, _tiles_n, num_ctas, whole_tiles, stream_k_stages = schedule
+    stages_per_tile, _tiles_m, _tiles_n, num_ctas, whole_tiles, _stream_k_stages = schedule
     CTA_M: gl.constexpr = cfg.tile_m + cfg.tile_m_extra
     N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
     SECOND_M: gl.constexpr = cfg.tile_m if cfg.n64_per_warpgroup == 2 else cfg.tile_m_extra
@@ -177,7 +184,7 @@ def epilogue(
         gl.atomic_add(flag, 1, sem="release", scope="gpu")
     else:
         if k1 < stages_per_tile:
-            end = ((tile - whole_tiles * num_ctas + 1) * stages_per_tile * num_ctas + stream_k_stages - 1) // stream_k_stages
+            end = end_cta(tile, schedule)
             wait_for_partials(flag, end - 1 - cta)
             total = (add_partials(v[0], partials, cta + 1, end, CTA_STRIDE, cfg.tile_m, PREFETCH),)
             if SECOND_M > 0:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from bitline.kernels.triton.device.experts_gate import activate as activate_by_name
+from bitline.kernels.triton.device.experts_gate import gate_up as gate_up_by_name
+
 
 @gluon.jit
 def block_of_pairs(block, index_ptr, sorted_ptr, blocks_ptr, num_blocks, num_experts, experts: gl.constexpr):
@@ -44,35 +47,16 @@ def of_expert(ptr, expert, units, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def clamp_max(v, limit):
-    """min(v, limit) that keeps NaN."""
-    return gl.where(v > limit, limit, v)
-
-
-@gluon.jit
 def activate(v, experts: gl.constexpr):
-    """An activation of `expert_gate.ACTIVATIONS`, float32; v itself without one."""
-    if experts.activation == "silu":
-        v = v / (1.0 + gl.exp(-v))
-    elif experts.activation == "gelu":
-        v = 0.5 * v * (1.0 + gl.erf(v * 0.7071067811865476))
-    elif experts.activation == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u)
-        v = v / (1.0 + gl.exp(-1.5957691216057308 * (v + 0.044715 * v * v * v)))
-    elif experts.activation == "relu" or experts.activation == "relu2":
-        v = gl.where(v < 0.0, 0.0, v)
-        if experts.activation == "relu2":
-            v = v * v
-    else:
-        gl.static_assert(experts.activation == "")
-    return v
+    """An activation of float32; v itself without one."""
+    ACTIVATION: gl.constexpr = experts.activation
+    return activate_by_name(v, ACTIVATION)
 
 
 @gluon.jit
 def gate_up(gate, up, experts: gl.constexpr):
     """A gated ExpertGate of float32 gate and "up"."""
-    if experts.limit > 0.0:
-        gate = clamp_max(gate, experts.limit)
-        up = -clamp_max(-clamp_max(up, experts.limit), experts.limit)
-        return (up + 1.0) * (gate / (1.0 + gl.exp(-experts.alpha * gate)))
-    else:
-        return activate(gate, experts) * up
+    ACTIVATION: gl.constexpr = experts.activation
+    ALPHA: gl.constexpr = experts.alpha
+    LIMIT: gl.constexpr = experts.limit
+    return gate_up_by_name(gate, up, ACTIVATION, ALPHA, LIMIT)

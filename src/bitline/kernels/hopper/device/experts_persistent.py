@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from bitline.kernels.hopper.device.common import pipeline_barriers
 from bitline.kernels.hopper.device.epilogue import scale_and_add_bias, store_through_shared
 from bitline.kernels.hopper.device.experts_common import activate, gate_up, of_expert
 from bitline.kernels.hopper.device.wgmma_persistent import (
@@ -117,7 +118,7 @@ def producer(
         for k in range(0, sizes[0]):
             mbarrier.wait(empty.index(stage), phase)
             load_expert(w_descs, full, buffers, stage, k, work, sizes, scheme, cfg, experts)
-            load_x((x_desc, x_desc), full, buffers, stage, k, work[2], cfg)
+            load_x((x_desc, x_desc), full, buffers, stage, k, work[2], scheme, cfg)
             stage, phase = advance(stage, phase, cfg.stages)
         work = following
 
@@ -223,19 +224,14 @@ def experts_persistent(
     """
     N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
     STORED: gl.constexpr = cfg.num_consumer_warpgroups if experts.gated else N64
-    STAGES: gl.constexpr = cfg.stages
     buffers = allocate_buffers(x_desc, w_desc, scale_desc, zero_desc, scheme, cfg)
     y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [STORED, cfg.tile_m, 64], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if cfg.pdl:
         gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=cfg.num_consumer_warpgroups)
+    barriers = pipeline_barriers(cfg.stages, cfg.num_consumer_warpgroups)
     tables = (blocks_ptr, num_blocks, num_experts)
     sizes = (stages_per_tile, tiles_n, num_n16_tiles, N)
-    w_descs, barriers, pointers = (w_desc, scale_desc, zero_desc), (full, empty), (bias_ptr, alpha_ptr, alpha_units)
+    w_descs, pointers = (w_desc, scale_desc, zero_desc), (bias_ptr, alpha_ptr, alpha_units)
     # fmt: off
     gl.warp_specialize([
         (consumer, (0, y_desc, buffers, y_smem, barriers, pointers, tables, sizes, num_ctas, scheme, cfg, experts)),

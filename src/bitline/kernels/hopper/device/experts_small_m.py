@@ -18,12 +18,14 @@ from bitline.kernels.hopper.device.common import GRID_DEPENDENCY_WAIT, emit
 from bitline.kernels.hopper.device.experts_common import activate, block_of_pairs, gate_up, of_expert, pairs_of
 from bitline.kernels.hopper.device.small_m_pipelined import (
     SMEM_BASE,
+    allocate_stages,
     channel_scales,
     fill_pipeline,
     main_loop,
     share_accumulators,
     stage_addresses,
     sum_k_slices,
+    thread_position,
     weight_source,
 )
 
@@ -99,18 +101,11 @@ def project_block(
 ):  # fmt: skip
     """The CTA's rows of W of one expert times the block's rows of x. half_tiles: 16-row tiles of the gate."""
     THREADS: gl.constexpr = 32 * num_warps
-    K_SLICES: gl.constexpr = num_warps // cfg.warps_per_k_slice
     HALVES: gl.constexpr = 2 if experts.gated else 1
     NUM_ACC: gl.constexpr = cfg.n16_per_warp * 4 * cfg.m8_tiles
     L: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    SHAPE: gl.constexpr = [(K_SLICES * cfg.slice_bytes + 511) // 512, 128]
-    allocation = gl.allocate_shared_memory(gl.float32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tid = gl.arange(0, THREADS, L)
-    lane = tid % 32
-    g = lane // 4
-    q = lane % 4
-    k_slice = tid // (32 * cfg.warps_per_k_slice)
-    slice_warp = tid // 32 % cfg.warps_per_k_slice
+    allocation = allocate_stages(cfg, num_warps)
+    tid, lane, g, q, k_slice, slice_warp = thread_position(L, cfg, num_warps)
     n16_tile = first_n16 + slice_warp * (cfg.n16_per_warp // HALVES)
     source = weight_source(w_ptr, scale_ptr, zero_ptr, n16_tile, num_k_blocks, scales_per_row, lane, scheme)
     if experts.gated:  # the warp's second tile is "up" of the same channels

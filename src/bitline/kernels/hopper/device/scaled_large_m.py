@@ -29,16 +29,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from bitline.kernels.hopper.device.common import barrier
+from bitline.kernels.hopper.device.common import barrier, pipeline_barriers
 from bitline.kernels.hopper.device.epilogue import (
     add_partials,
     async_store,
+    end_cta,
     partial_offsets,
     thread_major,
     wait_for_partials,
 )
-from bitline.kernels.hopper.device.scaled_persistent import pass_turn, take_turn
-from bitline.kernels.hopper.device.wgmma_persistent import PINGPONG_ARRIVE, advance, async_load, get_work, stream_k_range
+from bitline.kernels.hopper.device.wgmma_persistent import (
+    advance,
+    async_load,
+    get_work,
+    give_first_turn,
+    pass_turn,
+    produce,
+    stream_k_range,
+    take_turn,
+)
 from bitline.kernels.hopper.scaled_config import WHOLE_ROW as WHOLE_ROW_K_BLOCKS
 
 WHOLE_ROW = gl.constexpr(WHOLE_ROW_K_BLOCKS)
@@ -58,8 +67,9 @@ def load_weights(w_desc, full, buffers, stage, k, pid_n, num_k_blocks, scheme: g
 
 
 @gluon.jit
-def load_x(x_desc, x_scale_desc, full, buffers, stage, k, pid_m, scheme: gl.constexpr):
+def load_x(descs, full, buffers, stage, k, pid_m, scheme: gl.constexpr, cfg: gl.constexpr):
     """Issue the TMA loads of x of one stage, and of its scales where they change along K."""
+    x_desc, x_scale_desc = descs
     x, _w, x_scales = buffers
     for i in gl.static_range(2):
         async_load(x_desc, [pid_m * 128 + i * 64, k * 128], full.index(stage), x.index(stage * 2 + i))
@@ -68,29 +78,9 @@ def load_x(x_desc, x_scale_desc, full, buffers, stage, k, pid_m, scheme: gl.cons
 
 
 @gluon.jit
-def producer(x_desc, x_scale_desc, w_desc, buffers, barriers, schedule, scheme: gl.constexpr, cfg: gl.constexpr):
-    """The producer warp: load the stages of all of the CTA's work; weights of the first stages before x is there."""
-    full, empty = barriers
-    cta = gl.program_id(0)
-    u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
-    _tile, first_k0, first_k1, pid_n, pid_m = get_work(0, cta, u0, u1, schedule, cfg)
-    prefetched = gl.minimum(cfg.stages, first_k1 - first_k0)
-    for i in range(0, prefetched):
-        load_weights(w_desc, full, buffers, i, first_k0 + i, pid_n, schedule[0], scheme, cfg)
-    gdc_wait()
-    for i in range(0, prefetched):
-        load_x(x_desc, x_scale_desc, full, buffers, i, first_k0 + i, pid_m, scheme)
-    all_stages = prefetched == cfg.stages
-    stage = gl.where(all_stages, 0, prefetched)
-    phase = gl.where(all_stages, 0, 1)
-    for s in range(schedule[4] + stream_k_tiles):
-        _tile, k0, k1, pid_n, pid_m = get_work(s, cta, u0, u1, schedule, cfg)
-        k0 = gl.where(s == 0, k0 + prefetched, k0)
-        for k in range(k0, k1):
-            mbarrier.wait(empty.index(stage), phase)
-            load_weights(w_desc, full, buffers, stage, k, pid_n, schedule[0], scheme, cfg)
-            load_x(x_desc, x_scale_desc, full, buffers, stage, k, pid_m, scheme)
-            stage, phase = advance(stage, phase, cfg.stages)
+def producer(x_descs, w_descs, buffers, barriers, schedule, scheme: gl.constexpr, cfg: gl.constexpr):
+    """The producer warp: see `wgmma_persistent.produce`."""
+    produce(load_weights, load_x, x_descs, w_descs, buffers, barriers, schedule, True, scheme, cfg)
 
 
 # ---- consumer -----------------------------------------------------------------------------------------------------------
@@ -295,7 +285,7 @@ def store_work(
     CTA_STRIDE: gl.constexpr = 128 * cfg.tile_n
     tile, k0, k1, pid_n, pid_m = work
     partials_ptr, flags_ptr = pointers
-    stages_per_tile, _tiles_m, _tiles_n, num_ctas, whole_tiles, stream_k_stages = schedule
+    stages_per_tile, _tiles_m, _tiles_n, num_ctas, whole_tiles, _stream_k_stages = schedule
     flag = flags_ptr + ((tile - whole_tiles * num_ctas) * 2 + warpgroup)
     partials = partials_ptr + warpgroup * (64 * cfg.tile_n)
     if k0 > 0:
@@ -306,7 +296,7 @@ def store_work(
     else:
         end = cta + 1
         if k1 < stages_per_tile:
-            end = ((tile - whole_tiles * num_ctas + 1) * stages_per_tile * num_ctas + stream_k_stages - 1) // stream_k_stages
+            end = end_cta(tile, schedule)
             wait_for_partials(flag, end - 1 - cta)
         for i in gl.static_range(PARTS):
             v = add_partials(thread_major(acc[i], 128), partials + i * 8192, cta + 1, end, CTA_STRIDE, 128, False)
@@ -325,8 +315,7 @@ def consumer(
     u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
     left = whole_tiles * schedule[0] + (u1 - u0)
     pipeline = (0, 0, left)
-    if cfg.pingpong and warpgroup == 1:
-        gl.inline_asm_elementwise(PINGPONG_ARRIVE[0], "=r,r", [N], dtype=gl.int32, is_pure=False, pack=1)
+    give_first_turn(N, warpgroup, cfg)
     gdc_wait()
     for s in range(whole_tiles + stream_k_tiles):
         work = get_work(s, cta, u0, u1, schedule, cfg)
@@ -377,20 +366,16 @@ def scaled_large_m(
     if scheme.scaled_in_groups:
         x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], x_scale_desc.layout)
     y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [2, 64, 128], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    barriers = pipeline_barriers(cfg.stages, 2)
     schedule = (stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, stream_k_stages)
-    barriers, pointers, tokens = (full, empty), (partials_ptr, flags_ptr), (x_scale_ptr, x_zero_ptr, M)
+    pointers, tokens = (partials_ptr, flags_ptr), (x_scale_ptr, x_zero_ptr, M)
     scales, layout = (w_scale_ptr, colsum_ptr, bias_ptr), (block_rows, row_offset, scale_columns)
     buffers = (x, w, x_scales)
     # fmt: off
     gl.warp_specialize([
         (consumer, (0, y_desc, buffers, y_smem, barriers, pointers, tokens, scales, layout, N, schedule, scheme, cfg)),
         (consumer, (1, y_desc, buffers, y_smem, barriers, pointers, tokens, scales, layout, N, schedule, scheme, cfg)),
-        (producer, (x_desc, x_scale_desc, w_desc, buffers, barriers, schedule, scheme, cfg)),
+        (producer, ((x_desc, x_scale_desc), w_desc, buffers, barriers, schedule, scheme, cfg)),
     ], [4, 1], [CONSUMER, PRODUCER])
     # fmt: on

@@ -21,15 +21,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from bitline.kernels.hopper.device.common import pipeline_barriers
 from bitline.kernels.hopper.device.epilogue import epilogue
 from bitline.kernels.hopper.device.scaled_small_m import reinterpret, weight_scale
 from bitline.kernels.hopper.device.wgmma_persistent import (
-    PINGPONG_ARRIVE,
-    PINGPONG_SYNC,
     advance,
     async_load,
     get_work,
+    give_first_turn,
+    pass_turn,
+    produce,
     stream_k_range,
+    take_turn,
 )
 
 SCALE_BOX = gl.constexpr(32)  # scales of x are loaded in multiples of 128 bytes
@@ -39,14 +42,14 @@ SCALE_BOX = gl.constexpr(32)  # scales of x are loaded in multiples of 128 bytes
 
 
 @gluon.jit
-def load_weights(w_desc, full, w, stage, k, pid_n, num_k_blocks, scheme: gl.constexpr, cfg: gl.constexpr):
+def load_weights(w_desc, full, buffers, stage, k, pid_n, num_k_blocks, scheme: gl.constexpr, cfg: gl.constexpr):
     """Issue the TMA loads of W of one stage; expect the bytes of all of the stage."""
     PARTS: gl.constexpr = cfg.num_consumer_warpgroups
     X_ROWS: gl.constexpr = cfg.tile_m + cfg.tile_m_extra
     mbarrier.expect(full.index(stage), (64 * PARTS + X_ROWS) * 128 + (4 * X_ROWS if scheme.scaled_in_groups else 0))
     for i in gl.static_range(PARTS):
         block = (pid_n * PARTS + i) * num_k_blocks + k
-        async_load(w_desc, [block * 64, 0], full.index(stage), w.index(stage * PARTS + i))
+        async_load(w_desc, [block * 64, 0], full.index(stage), buffers[2].index(stage * PARTS + i))
 
 
 @gluon.jit
@@ -66,31 +69,9 @@ def load_x(descs, full, buffers, stage, k, pid_m, scheme: gl.constexpr, cfg: gl.
 
 
 @gluon.jit
-def producer(x_descs, w_desc, buffers, barriers, schedule, scheme: gl.constexpr, cfg: gl.constexpr):
-    """The producer warp: load the stages of all of the CTA's work; weights of the first stages before x is there."""
-    full, empty = barriers
-    _stages_per_tile, _tiles_m, _tiles_n, _num_ctas, whole_tiles, _stream_k_stages = schedule
-    w = buffers[2]
-    cta = gl.program_id(0)
-    u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
-    _tile, first_k0, first_k1, pid_n, pid_m = get_work(0, cta, u0, u1, schedule, cfg)
-    prefetched = gl.minimum(cfg.stages, first_k1 - first_k0)
-    for i in range(0, prefetched):
-        load_weights(w_desc, full, w, i, first_k0 + i, pid_n, schedule[0], scheme, cfg)
-    gdc_wait()
-    for i in range(0, prefetched):
-        load_x(x_descs, full, buffers, i, first_k0 + i, pid_m, scheme, cfg)
-    all_stages = prefetched == cfg.stages
-    stage = gl.where(all_stages, 0, prefetched)
-    phase = gl.where(all_stages, 0, 1)
-    for s in range(whole_tiles + stream_k_tiles):
-        _tile, k0, k1, pid_n, pid_m = get_work(s, cta, u0, u1, schedule, cfg)
-        k0 = gl.where(s == 0, k0 + prefetched, k0)
-        for k in range(k0, k1):
-            mbarrier.wait(empty.index(stage), phase)
-            load_weights(w_desc, full, w, stage, k, pid_n, schedule[0], scheme, cfg)
-            load_x(x_descs, full, buffers, stage, k, pid_m, scheme, cfg)
-            stage, phase = advance(stage, phase, cfg.stages)
+def producer(x_descs, w_descs, buffers, barriers, schedule, scheme: gl.constexpr, cfg: gl.constexpr):
+    """The producer warp: see `wgmma_persistent.produce`."""
+    produce(load_weights, load_x, x_descs, w_descs, buffers, barriers, schedule, True, scheme, cfg)
 
 
 # ---- consumer -----------------------------------------------------------------------------------------------------------
@@ -134,22 +115,6 @@ def row_scales(scales, n, k, layout, N, scheme: gl.constexpr, cfg: gl.constexpr)
 
 
 @gluon.jit
-def take_turn(turn, warpgroup: gl.constexpr, cfg: gl.constexpr):
-    """With the ping-pong schedule, wait until the other warpgroup has issued its MMAs. turn: any number (see `PINGPONG_SYNC`)."""
-    if cfg.pingpong:
-        gl.inline_asm_elementwise(PINGPONG_SYNC[warpgroup], "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def pass_turn(turn, more, warpgroup: gl.constexpr, cfg: gl.constexpr):
-    """With the ping-pong schedule, let the other warpgroup issue its MMAs. more: whether any follow."""
-    NEXT: gl.constexpr = (warpgroup + 1) % cfg.num_consumer_warpgroups
-    if cfg.pingpong:  # noqa: SIM102  # a constant, unlike what follows
-        if warpgroup < cfg.num_consumer_warpgroups - 1 or more:
-            gl.inline_asm_elementwise(PINGPONG_ARRIVE[NEXT], "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def mma_tile_fp8(
     warpgroup: gl.constexpr, acc, a, x, x_scales, by_row, turn, more, TILE_M: gl.constexpr, scheme: gl.constexpr,
     cfg: gl.constexpr,
@@ -171,15 +136,15 @@ def mma_tile_fp8(
 
 
 @gluon.jit
-def zero_accumulators(scheme: gl.constexpr, cfg: gl.constexpr):
+def zero_accumulators(dtype: gl.constexpr, cfg: gl.constexpr):
     """A warpgroup's accumulators, see `epilogue`."""
     TILE_M: gl.constexpr = cfg.tile_m
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 32])
-    acc = (gl.zeros([64, TILE_M], gl.float32 if scheme.fp8 else gl.int32, MMA),)
+    acc = (gl.zeros([64, TILE_M], dtype, MMA),)
     if cfg.tile_m_extra > 0:
         EXTRA_M: gl.constexpr = cfg.tile_m_extra
         MMA2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EXTRA_M, 32])
-        acc = acc + (gl.zeros([64, EXTRA_M], gl.float32 if scheme.fp8 else gl.int32, MMA2),)
+        acc = acc + (gl.zeros([64, EXTRA_M], dtype, MMA2),)
     return acc
 
 
@@ -255,13 +220,12 @@ def consumer(
     left = whole_tiles * schedule[0] + (u1 - u0)  # stages of all of the CTA's work
     stage = 0
     phase = 0
-    if cfg.pingpong and warpgroup == cfg.num_consumer_warpgroups - 1:
-        gl.inline_asm_elementwise(PINGPONG_ARRIVE[0], "=r,r", [N], dtype=gl.int32, is_pure=False, pack=1)
+    give_first_turn(N, warpgroup, cfg)
     for s in range(whole_tiles + stream_k_tiles):
         work = get_work(s, cta, u0, u1, schedule, cfg)
         n = work[3] * ROWS + warpgroup * 64
         m = work[4] * (TILE_M + EXTRA_M)
-        acc = zero_accumulators(scheme, cfg)
+        acc = zero_accumulators(gl.float32 if scheme.fp8 else gl.int32, cfg)
         next_by_row = row_scales(scales, n, work[1], layout, N, scheme, cfg)
         for k in range(work[1], work[2]):
             by_row = next_by_row  # loaded a stage ahead
@@ -285,6 +249,17 @@ def consumer(
 
 
 # ---- kernel -------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def allocate_x(x_desc, cfg: gl.constexpr):
+    """Shared memory of the stages of x, and of extra x; without any, x again."""
+    STAGES: gl.constexpr = cfg.stages
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, cfg.tile_m, 128], x_desc.layout)
+    x_extra = x
+    if cfg.tile_m_extra > 0:
+        x_extra = gl.allocate_shared_memory(x_desc.dtype, [STAGES, cfg.tile_m_extra, 128], x_desc.layout)
+    return x, x_extra
 
 
 @gluon.jit(
@@ -311,10 +286,7 @@ def scaled_persistent(
     WARPGROUPS: gl.constexpr = cfg.num_consumer_warpgroups
     CONSUMER: gl.constexpr = cfg.consumer_registers
     PRODUCER: gl.constexpr = cfg.producer_registers
-    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TILE_M, 128], x_desc.layout)
-    x_extra = x
-    if EXTRA_M > 0:
-        x_extra = gl.allocate_shared_memory(x_desc.dtype, [STAGES, EXTRA_M, 128], x_desc.layout)
+    x, x_extra = allocate_x(x_desc, cfg)
     w = gl.allocate_shared_memory(w_desc.dtype, [STAGES * WARPGROUPS, 64, 128], w_desc.layout)
     x_scales = x
     x_extra_scales = x
@@ -324,15 +296,11 @@ def scaled_persistent(
         if EXTRA_M > 0:
             x_extra_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, EXTRA_M], x_scale_desc.layout)
     y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [WARPGROUPS, TILE_M, 64], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    barriers = pipeline_barriers(cfg.stages, WARPGROUPS)
     schedule = (stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, stream_k_stages)
     x_descs, y_descs = (x_desc, x_extra_desc, x_scale_desc, x_extra_scale_desc), (y_desc, y_extra_desc)
-    barriers, pointers = (full, empty), (partials_ptr, flags_ptr, bias_ptr, bias_ptr)
+    pointers = (partials_ptr, flags_ptr, bias_ptr, bias_ptr)
     space, scales, layout = (x_scale_ptr, x_zero_ptr, M), (w_scale_ptr, colsum_ptr), (block_rows, row_offset, scale_columns)
     buffers = (x, x_extra, w, x_scales, x_extra_scales)
     # fmt: off

@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from bitline.kernels.hopper.device.common import pipeline_barriers
 from bitline.kernels.hopper.device.quantize import (
     FENCE_PROXY,
     fence_writes,
@@ -340,8 +341,7 @@ def scaled_small_m(
     of the first block that precede row 0. colsum_ptr: int32 [N]. flags_ptr: two counters, zero before and after.
     """
     K_BLOCKS: gl.constexpr = cfg.k_blocks_per_stage
-    STAGES: gl.constexpr = cfg.stages
-    COUNT: gl.constexpr = STAGES * K_BLOCKS
+    COUNT: gl.constexpr = cfg.stages * K_BLOCKS
     TILE_M: gl.constexpr = cfg.tile_m
     BOX_ROWS: gl.constexpr = cfg.box_rows
     SCALE_BOX: gl.constexpr = cfg.scale_box
@@ -351,20 +351,16 @@ def scaled_small_m(
     x_scales = x
     if scheme.scaled_in_groups:
         x_scales = gl.allocate_shared_memory(gl.float32, [COUNT, 1, SCALE_BOX], x_scale_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     quantized = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     gdc_launch_dependents()
     mbarrier.init(quantized.index(0), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=cfg.num_consumer_warpgroups)
+    barriers = pipeline_barriers(cfg.stages, cfg.num_consumer_warpgroups) + (quantized,)
     K = k8 * 8
     sizes = (M, N, num_k_blocks, num_tiles, num_ctas, num_quantizers, K, limit, units, parts, groups)
     space = (codes_ptr, x_scale_ptr, x_zero_ptr, k16 * 16, scale_stride)
     static, scales = (static_scale_ptr, static_zero_ptr), (w_scale_ptr, colsum_ptr, bias_ptr)
     layout = (block_rows, row_offset, scale_columns)
-    buffers, barriers, descs = (x, x_scales, w), (full, empty, quantized), (x_desc, x_scale_desc, w_desc)
+    buffers, descs = (x, x_scales, w), (x_desc, x_scale_desc, w_desc)
     # fmt: off
     if cfg.num_consumer_warpgroups == 1:
         gl.warp_specialize([

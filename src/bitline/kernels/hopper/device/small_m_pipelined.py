@@ -214,6 +214,22 @@ def mma_k_tile(acc, addr, s, z, x, n16: gl.constexpr, scheme: gl.constexpr, cfg:
 
 
 @gluon.jit
+def allocate_stages(cfg: gl.constexpr, num_warps: gl.constexpr):
+    """Shared memory of the K slices' stages; their accumulators take its place."""
+    K_SLICES: gl.constexpr = num_warps // cfg.warps_per_k_slice
+    SHAPE: gl.constexpr = [(K_SLICES * cfg.slice_bytes + 511) // 512, 128]
+    return gl.allocate_shared_memory(gl.float32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def thread_position(L: gl.constexpr, cfg: gl.constexpr, num_warps: gl.constexpr):
+    """(thread, lane, lane's row and column g and q of a fragment, K slice, warp of the slice) of each thread."""
+    tid = gl.arange(0, 32 * num_warps, L)
+    lane = tid % 32
+    return tid, lane, lane // 4, lane % 4, tid // (32 * cfg.warps_per_k_slice), tid // 32 % cfg.warps_per_k_slice
+
+
+@gluon.jit
 def weight_source(w_ptr, scale_ptr, zero_ptr, n16_tile, num_k_blocks, scales_per_row, lane, scheme: gl.constexpr):
     """Where a warp loads weights from: address, stride per tile, tables' addresses, first entry, entries per row, K blocks."""
     w_addr = w_ptr.to(gl.int64) + ((n16_tile * num_k_blocks).to(gl.int64) * (512 * scheme.planes) + lane * 16)
@@ -490,14 +506,8 @@ def small_m_pipelined(
     N16_PER_CTA: gl.constexpr = cfg.n16_per_warp * cfg.warps_per_k_slice
     NUM_ACC: gl.constexpr = cfg.n16_per_warp * 4 * cfg.m8_tiles  # of a thread
     L: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    SHAPE: gl.constexpr = [(K_SLICES * cfg.slice_bytes + 511) // 512, 128]
-    allocation = gl.allocate_shared_memory(gl.float32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tid = gl.arange(0, THREADS, L)
-    lane = tid % 32
-    g = lane // 4
-    q = lane % 4
-    k_slice = tid // (32 * cfg.warps_per_k_slice)
-    slice_warp = tid // 32 % cfg.warps_per_k_slice
+    allocation = allocate_stages(cfg, num_warps)
+    tid, lane, g, q, k_slice, slice_warp = thread_position(L, cfg, num_warps)
     pid_n = gl.program_id(0) // SPLIT_K
     pid_k = gl.program_id(0) % SPLIT_K
     first_k_tile = pid_k * K_SLICES + k_slice

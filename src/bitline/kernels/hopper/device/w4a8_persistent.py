@@ -9,7 +9,7 @@ barriers make the warpgroups take turns. int8 products with a scale per row are 
 those of `wgmma_persistent`.
 
 `scheme` is a `w4a8_scheme.W4A8Traits`, `cfg` a `traits.WgmmaTraits`. Tuples:
-schedule, work: see `wgmma_persistent`. descs: x, extra x, W, its scales. buffers: the same.
+schedule, work: see `wgmma_persistent`. buffers: x, extra x, W, its scales.
 """
 
 from __future__ import annotations
@@ -19,34 +19,38 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from bitline.kernels.hopper.device.common import pipeline_barriers
 from bitline.kernels.hopper.device.epilogue import epilogue
-from bitline.kernels.hopper.device.scaled_persistent import pass_turn, take_turn
+from bitline.kernels.hopper.device.scaled_persistent import allocate_x, zero_accumulators
 from bitline.kernels.hopper.device.w4a8_fragment import block_fragments, load_row_scales, load_words
 from bitline.kernels.hopper.device.wgmma_persistent import (
-    PINGPONG_ARRIVE,
     advance,
     async_load,
     get_work,
+    give_first_turn,
+    pass_turn,
+    produce,
     stream_k_range,
+    take_turn,
 )
 
 # ---- producer -----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load_weights(descs, full, buffers, stage, k, pid_n, scheme: gl.constexpr, cfg: gl.constexpr):
+def load_weights(descs, full, buffers, stage, k, pid_n, _stages_per_tile, scheme: gl.constexpr, cfg: gl.constexpr):
     """Issue the TMA loads of W of one stage; expect the bytes of all of the stage."""
     GROUPS: gl.constexpr = scheme.groups_per_k_block
     X_BYTES: gl.constexpr = (cfg.tile_m + cfg.tile_m_extra) * 128
     mbarrier.expect(full.index(stage), X_BYTES + 8 * (1024 + (64 * GROUPS if scheme.scaled_in_groups else 0)))
-    async_load(descs[2], [pid_n * 8, k * 256], full.index(stage), buffers[2].index(stage))
+    async_load(descs[0], [pid_n * 8, k * 256], full.index(stage), buffers[2].index(stage))
     if scheme.scaled_in_groups:
         entry = k // scheme.k_blocks_per_scale * GROUPS
-        async_load(descs[3], [pid_n * 8, entry * 16], full.index(stage), buffers[3].index(stage))
+        async_load(descs[1], [pid_n * 8, entry * 16], full.index(stage), buffers[3].index(stage))
 
 
 @gluon.jit
-def load_x(descs, full, buffers, stage, k, pid_m, cfg: gl.constexpr):
+def load_x(descs, full, buffers, stage, k, pid_m, scheme: gl.constexpr, cfg: gl.constexpr):
     """Issue the TMA loads of x of one stage."""
     m = pid_m * (cfg.tile_m + cfg.tile_m_extra)
     async_load(descs[0], [m, k * 128], full.index(stage), buffers[0].index(stage))
@@ -55,30 +59,9 @@ def load_x(descs, full, buffers, stage, k, pid_m, cfg: gl.constexpr):
 
 
 @gluon.jit
-def producer(descs, buffers, barriers, schedule, scheme: gl.constexpr, cfg: gl.constexpr):
-    """The producer warp: load the stages of all of the CTA's work; weights of the first stages before x is there."""
-    full, empty = barriers
-    whole_tiles = schedule[4]
-    cta = gl.program_id(0)
-    u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
-    _tile, first_k0, first_k1, pid_n, pid_m = get_work(0, cta, u0, u1, schedule, cfg)
-    prefetched = gl.minimum(cfg.stages, first_k1 - first_k0)
-    for i in range(0, prefetched):
-        load_weights(descs, full, buffers, i, first_k0 + i, pid_n, scheme, cfg)
-    gdc_wait()
-    for i in range(0, prefetched):
-        load_x(descs, full, buffers, i, first_k0 + i, pid_m, cfg)
-    all_stages = prefetched == cfg.stages
-    stage = gl.where(all_stages, 0, prefetched)
-    phase = gl.where(all_stages, 0, 1)
-    for s in range(whole_tiles + stream_k_tiles):
-        _tile, k0, k1, pid_n, pid_m = get_work(s, cta, u0, u1, schedule, cfg)
-        k0 = gl.where(s == 0, k0 + prefetched, k0)
-        for k in range(k0, k1):
-            mbarrier.wait(empty.index(stage), phase)
-            load_weights(descs, full, buffers, stage, k, pid_n, scheme, cfg)
-            load_x(descs, full, buffers, stage, k, pid_m, cfg)
-            stage, phase = advance(stage, phase, cfg.stages)
+def producer(x_descs, w_descs, buffers, barriers, schedule, scheme: gl.constexpr, cfg: gl.constexpr):
+    """The producer warp: see `wgmma_persistent.produce`."""
+    produce(load_weights, load_x, x_descs, w_descs, buffers, barriers, schedule, True, scheme, cfg)
 
 
 # ---- consumer -----------------------------------------------------------------------------------------------------------
@@ -176,19 +159,6 @@ def mma_stage(
 
 
 @gluon.jit
-def zero_accumulators(scheme: gl.constexpr, cfg: gl.constexpr):
-    """A warpgroup's accumulators, see `epilogue`."""
-    TILE_M: gl.constexpr = cfg.tile_m
-    EXTRA_M: gl.constexpr = cfg.tile_m_extra
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 32])
-    acc = (gl.zeros([64, TILE_M], gl.int32 if scheme.exact_int32 else gl.float32, MMA),)
-    if EXTRA_M > 0:
-        MMA2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, EXTRA_M, 32])
-        acc = acc + (gl.zeros([64, EXTRA_M], gl.int32 if scheme.exact_int32 else gl.float32, MMA2),)
-    return acc
-
-
-@gluon.jit
 def scale_tile(acc, n, m, scales, M, N, TILE_M: gl.constexpr, scheme: gl.constexpr):
     """Accumulators [64, TILE_M] at y[m, n] in float32, scaled by token, and by row where weight scales do not change along K."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 32])
@@ -216,8 +186,7 @@ def consumer(
     left = whole_tiles * schedule[0] + (u1 - u0)  # stages of all of the CTA's work
     stage = 0
     phase = 0
-    if cfg.pingpong and warpgroup == 1:
-        gl.inline_asm_elementwise(PINGPONG_ARRIVE[0], "=r,r", [N], dtype=gl.int32, is_pure=False, pack=1)
+    give_first_turn(N, warpgroup, cfg)
     PREFETCH: gl.constexpr = prefetches(scheme, cfg)
     words = ()
     if PREFETCH:
@@ -225,7 +194,7 @@ def consumer(
         words = stage_words(warpgroup, buffers[2], 0)
     for s in range(whole_tiles + stream_k_tiles):
         work = get_work(s, cta, u0, u1, schedule, cfg)
-        acc = zero_accumulators(scheme, cfg)
+        acc = zero_accumulators(gl.int32 if scheme.exact_int32 else gl.float32, cfg)
         for _k in range(work[1], work[2]):
             left -= 1
             after, after_phase = advance(stage, phase, cfg.stages)
@@ -265,34 +234,24 @@ def w4a8_persistent(
     and y_extra_desc as in `wgmma_persistent`. x_scale_ptr: [M]. w_scale_ptr: the same scales. partials_ptr, flags_ptr: the
     workspace of stream-K.
     """
-    STAGES: gl.constexpr = cfg.stages
-    TILE_M: gl.constexpr = cfg.tile_m
-    EXTRA_M: gl.constexpr = cfg.tile_m_extra
     CONSUMER: gl.constexpr = cfg.consumer_registers
     PRODUCER: gl.constexpr = cfg.producer_registers
-    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TILE_M, 128], x_desc.layout)
-    x_extra = x
-    if EXTRA_M > 0:
-        x_extra = gl.allocate_shared_memory(x_desc.dtype, [STAGES, EXTRA_M, 128], x_desc.layout)
-    w = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 256], w_desc.layout)
+    x, x_extra = allocate_x(x_desc, cfg)
+    w = gl.allocate_shared_memory(gl.int32, [cfg.stages, 8, 256], w_desc.layout)
     w_scales = w
     if scheme.scaled_in_groups:
-        w_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 8, 16 * scheme.groups_per_k_block], scale_desc.layout)
-    y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [2, TILE_M, 64], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        w_scales = gl.allocate_shared_memory(gl.float32, [cfg.stages, 8, 16 * scheme.groups_per_k_block], scale_desc.layout)
+    y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [2, cfg.tile_m, 64], y_desc.layout)
     gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    barriers = pipeline_barriers(cfg.stages, 2)
     schedule = (stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, stream_k_stages)
-    descs, y_descs = (x_desc, x_extra_desc, w_desc, scale_desc), (y_desc, y_extra_desc)
-    barriers, pointers = (full, empty), (partials_ptr, flags_ptr, bias_ptr, bias_ptr)
+    x_descs, w_descs, y_descs = (x_desc, x_extra_desc), (w_desc, scale_desc), (y_desc, y_extra_desc)
+    pointers = (partials_ptr, flags_ptr, bias_ptr, bias_ptr)
     buffers, scales = (x, x_extra, w, w_scales), (x_scale_ptr, w_scale_ptr)
     # fmt: off
     gl.warp_specialize([
         (consumer, (0, y_descs, buffers, y_smem, barriers, pointers, scales, M, N, schedule, scheme, cfg)),
         (consumer, (1, y_descs, buffers, y_smem, barriers, pointers, scales, M, N, schedule, scheme, cfg)),
-        (producer, (descs, buffers, barriers, schedule, scheme, cfg)),
+        (producer, (x_descs, w_descs, buffers, barriers, schedule, scheme, cfg)),
     ], [4, 1], [CONSUMER, PRODUCER])
     # fmt: on

@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from bitline.kernels.hopper.device.common import pipeline_barriers
 from bitline.kernels.hopper.device.quantize import encode, leave, publish, quantize_unit, token_scale, wait_for_count
 from bitline.kernels.hopper.device.w4a8_fragment import block_fragments, load_row_scales, load_words, reinterpret
 
@@ -423,18 +424,13 @@ def w4a8_small_m(
     [tile_m, 128]; w_desc of packed int32 [num_n16 * num_k_blocks, 256], box [k_blocks, 256]; scale_desc of the scales float32
     [num_n16 * groups, 16], box [scale_entries, 16]. w_scale_ptr: the same scales. flags_ptr: two counters, zero before and after.
     """
-    STAGES: gl.constexpr = cfg.stages
     buffers = allocate_buffers(x_desc, w_desc, scale_desc, scheme, cfg)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    barriers = pipeline_barriers(cfg.stages, 1)
     K = k8 * 8
     sizes = (M, N, num_k_blocks, num_tiles, num_ctas, num_quantizers, K, limit, units, parts, num_n16, groups)
     space, static = (codes_ptr, x_scale_ptr, x_zero_ptr, k16 * 16, scale_stride), (static_scale_ptr, static_zero_ptr)
-    scales, barriers, descs = (w_scale_ptr, bias_ptr), (full, empty), (x_desc, w_desc, scale_desc)
+    scales, descs = (w_scale_ptr, bias_ptr), (x_desc, w_desc, scale_desc)
     # fmt: off
     gl.warp_specialize([
         (consumer, (0, x_ptr, y_ptr, buffers, barriers, flags_ptr, space, static, scales, sizes, scheme, act, cfg)),

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from bitline.kernels.hopper.device.common import pipeline_barriers
 from bitline.kernels.hopper.device.epilogue import epilogue, epilogue_distributed
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.8
@@ -77,11 +78,40 @@ def advance(stage, phase, NUM_STAGES: gl.constexpr):
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
+# ---- ping-pong ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def give_first_turn(turn, warpgroup: gl.constexpr, cfg: gl.constexpr):
+    """With the ping-pong schedule, the last warpgroup lets the first one issue its MMAs."""
+    if cfg.pingpong and warpgroup == cfg.num_consumer_warpgroups - 1:
+        gl.inline_asm_elementwise(PINGPONG_ARRIVE[0], "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_turn(turn, warpgroup: gl.constexpr, cfg: gl.constexpr):
+    """With the ping-pong schedule, wait until the other warpgroup has issued its MMAs.
+
+    turn: any number, since inline PTX needs an operand.
+    """
+    if cfg.pingpong:
+        gl.inline_asm_elementwise(PINGPONG_SYNC[warpgroup], "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(turn, more, warpgroup: gl.constexpr, cfg: gl.constexpr):
+    """With the ping-pong schedule, let the other warpgroup issue its MMAs. more: whether any follow."""
+    NEXT: gl.constexpr = (warpgroup + 1) % cfg.num_consumer_warpgroups
+    if cfg.pingpong:  # noqa: SIM102  # a constant, unlike what follows
+        if warpgroup < cfg.num_consumer_warpgroups - 1 or more:
+            gl.inline_asm_elementwise(PINGPONG_ARRIVE[NEXT], "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
+
+
 # ---- producer -----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load_weights(descs, full, buffers, stage, k, pid_n, scheme: gl.constexpr, cfg: gl.constexpr):
+def load_weights(descs, full, buffers, stage, k, pid_n, _stages_per_tile, scheme: gl.constexpr, cfg: gl.constexpr):
     """Issue the TMA loads of packed weights, scales and zero points of one stage; expect its bytes, those of x included."""
     w_desc, scale_desc, zero_desc = descs
     _x, _x_extra, w, scales, zeros = buffers
@@ -105,7 +135,7 @@ def load_weights(descs, full, buffers, stage, k, pid_n, scheme: gl.constexpr, cf
 
 
 @gluon.jit
-def load_x(descs, full, buffers, stage, k, pid_m, cfg: gl.constexpr):
+def load_x(descs, full, buffers, stage, k, pid_m, scheme: gl.constexpr, cfg: gl.constexpr):
     """Issue the TMA loads of x of one stage."""
     x_desc, x_extra_desc = descs
     x, x_extra, _w, _scales, _zeros = buffers
@@ -119,35 +149,48 @@ def load_x(descs, full, buffers, stage, k, pid_m, cfg: gl.constexpr):
 
 
 @gluon.jit
-def producer(x_descs, w_descs, buffers, barriers, schedule, scheme: gl.constexpr, cfg: gl.constexpr):
-    """The producer warp: load the stages of all of the CTA's work."""
+def produce(
+    load_weights: gl.constexpr, load_x: gl.constexpr, x_descs, w_descs, buffers, barriers, schedule, PDL: gl.constexpr,
+    scheme: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: load the stages of all of the CTA's work; with PDL weights of the first stages before x is there.
+
+    load_weights(w_descs, full, buffers, stage, k, pid_n, stages_per_tile, scheme, cfg) and load_x(x_descs, full, buffers, stage,
+    k, pid_m, scheme, cfg) issue the TMA loads of one stage; the first one expects the bytes of both.
+    """
     full, empty = barriers
-    _stages_per_tile, _tiles_m, _tiles_n, _num_ctas, whole_tiles, _stream_k_stages = schedule
+    stages_per_tile, _tiles_m, _tiles_n, _num_ctas, whole_tiles, _stream_k_stages = schedule
     cta = gl.program_id(0)
     u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
     stage = 0
     phase = 1
     prefetched = 0
-    if cfg.pdl:  # only x depends on the previous kernel
+    if PDL:  # only x depends on the previous kernel
         _tile, k0, k1, pid_n, pid_m = get_work(0, cta, u0, u1, schedule, cfg)
         prefetched = gl.minimum(cfg.stages, k1 - k0)
         for i in range(0, prefetched):
-            load_weights(w_descs, full, buffers, i, k0 + i, pid_n, scheme, cfg)
+            load_weights(w_descs, full, buffers, i, k0 + i, pid_n, stages_per_tile, scheme, cfg)
         gdc_wait()
         for i in range(0, prefetched):
-            load_x(x_descs, full, buffers, i, k0 + i, pid_m, cfg)
+            load_x(x_descs, full, buffers, i, k0 + i, pid_m, scheme, cfg)
         all_stages = prefetched == cfg.stages
         stage = gl.where(all_stages, 0, prefetched)
         phase = gl.where(all_stages, 0, 1)
     for s in range(whole_tiles + stream_k_tiles):
         _tile, k0, k1, pid_n, pid_m = get_work(s, cta, u0, u1, schedule, cfg)
-        if cfg.pdl:
+        if PDL:
             k0 = gl.where(s == 0, k0 + prefetched, k0)
         for k in range(k0, k1):
             mbarrier.wait(empty.index(stage), phase)
-            load_weights(w_descs, full, buffers, stage, k, pid_n, scheme, cfg)
-            load_x(x_descs, full, buffers, stage, k, pid_m, cfg)
+            load_weights(w_descs, full, buffers, stage, k, pid_n, stages_per_tile, scheme, cfg)
+            load_x(x_descs, full, buffers, stage, k, pid_m, scheme, cfg)
             stage, phase = advance(stage, phase, cfg.stages)
+
+
+@gluon.jit
+def producer(x_descs, w_descs, buffers, barriers, schedule, scheme: gl.constexpr, cfg: gl.constexpr):
+    """The producer warp: see `produce`."""
+    produce(load_weights, load_x, x_descs, w_descs, buffers, barriers, schedule, cfg.pdl, scheme, cfg)
 
 
 # ---- consumer: dequantization -------------------------------------------------------------------------------------------
@@ -328,23 +371,21 @@ def mma_stage_pingpong(
     """Dequantize a stage, the count-th of num_stages, while another warpgroup's MMAs run; then issue its MMAs.
 
     ptxas would move dequantization behind the MMA that it should overlap with; named barriers order the warpgroups instead. N:
-    any number, since inline PTX needs an operand.
+    any number, see `take_turn`.
     """
     K_BLOCKS: gl.constexpr = cfg.k_blocks_per_stage
     SHARED_SCALES: gl.constexpr = scheme.scales_per_k_block == 1 and scheme.k_tiles_per_scale % K_BLOCKS == 0
-    NEXT: gl.constexpr = (warpgroup + 1) % cfg.num_consumer_warpgroups
     scales = load_scales(buffers, stage * K_BLOCKS, warpgroup, factors, scheme)
     w0 = dequant_fragment(buffers, stage * K_BLOCKS, warpgroup, scales, scheme, cfg)
     if K_BLOCKS == 2:
         if not SHARED_SCALES:
             scales = load_scales(buffers, stage * K_BLOCKS + 1, warpgroup, factors, scheme)
         w1 = dequant_fragment(buffers, stage * K_BLOCKS + 1, warpgroup, scales, scheme, cfg)
-    gl.inline_asm_elementwise(PINGPONG_SYNC[warpgroup], "=r,r", [N], dtype=gl.int32, is_pure=False, pack=1)
+    take_turn(N, warpgroup, cfg)
     tokens = mma_first(tokens, w0, buffers, stage * K_BLOCKS, cfg)
     if K_BLOCKS == 2:
         tokens = mma_first(tokens, w1, buffers, stage * 2 + 1, cfg)
-    if warpgroup < cfg.num_consumer_warpgroups - 1 or count < num_stages:
-        gl.inline_asm_elementwise(PINGPONG_ARRIVE[NEXT], "=r,r", [N], dtype=gl.int32, is_pure=False, pack=1)
+    pass_turn(N, count < num_stages, warpgroup, cfg)
     return tokens
 
 
@@ -387,7 +428,6 @@ def consumer(
     full, empty = barriers
     stages_per_tile, _tiles_m, _tiles_n, _num_ctas, whole_tiles, _stream_k_stages = schedule
     _partials_ptr, _flags_ptr, _bias_ptr, alpha_ptr = pointers
-    LAST: gl.constexpr = cfg.num_consumer_warpgroups - 1
     N64: gl.constexpr = warpgroup * cfg.n64_per_warpgroup
     cta = gl.program_id(0)
     u0, u1, stream_k_tiles = stream_k_range(cta, schedule)
@@ -398,8 +438,7 @@ def consumer(
     count = 0
     stage = 0
     phase = 0
-    if cfg.pingpong and warpgroup == LAST:
-        gl.inline_asm_elementwise(PINGPONG_ARRIVE[0], "=r,r", [N], dtype=gl.int32, is_pure=False, pack=1)
+    give_first_turn(N, warpgroup, cfg)
     for s in range(whole_tiles + stream_k_tiles):
         work = get_work(s, cta, u0, u1, schedule, cfg)
         acc = zero_accumulators(cfg)
@@ -467,19 +506,14 @@ def wgmma_persistent(
     N64: gl.constexpr = cfg.num_consumer_warpgroups * cfg.n64_per_warpgroup
     CONSUMER: gl.constexpr = cfg.consumer_registers
     PRODUCER: gl.constexpr = cfg.producer_registers
-    STAGES: gl.constexpr = cfg.stages
     buffers = allocate_buffers(x_desc, w_desc, scale_desc, zero_desc, scheme, cfg)
     y_smem = gl.allocate_shared_memory(gl.float16 if scheme.fp16 else gl.bfloat16, [N64, cfg.tile_m, 64], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if cfg.pdl:
         gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=cfg.num_consumer_warpgroups)
+    barriers = pipeline_barriers(cfg.stages, cfg.num_consumer_warpgroups)
     schedule = (stages_per_tile, tiles_m, tiles_n, num_ctas, whole_tiles, stream_k_stages)
     x_descs, w_descs, y_descs = (x_desc, x_extra_desc), (w_desc, scale_desc, zero_desc), (y_desc, y_extra_desc)
-    barriers, pointers = (full, empty), (partials_ptr, flags_ptr, bias_ptr, alpha_ptr)
+    pointers = (partials_ptr, flags_ptr, bias_ptr, alpha_ptr)
     # fmt: off
     if cfg.num_consumer_warpgroups == 2:
         gl.warp_specialize([

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from bitline.kernels.triton.device.experts_gate import activate, gate_up
 from bitline.kernels.triton.device.experts_sort import load_experts
 from bitline.kernels.triton.device.gemm import _add_zero_points, _dequantize, _load_aux, _load_per_row, _load_x, _mma
 
@@ -71,38 +72,6 @@ def _accumulate(
         acc = partial * scale
         acc = _add_zero_points(acc, x_sums, scale, zero_ptr, offset_ptr, group, row_n, N, FMT.zero_base, HAS_ZERO, HAS_OFFSET)
     return tl.reshape(acc, (BLOCK_SIZE_N, BLOCK_SIZE_M)) if K_SLICES == 1 else tl.sum(acc, 0)
-
-
-@triton.jit
-def _clamp_max(v, limit):
-    """min(v, limit) that keeps NaN."""
-    return tl.where(v > limit, limit, v)
-
-
-@triton.jit
-def _activate(v, ACTIVATION: tl.constexpr):
-    """An activation of `expert_gate.ACTIVATIONS`, float32."""
-    if ACTIVATION == "silu":
-        return v / (1.0 + tl.exp(-v))
-    elif ACTIVATION == "gelu":
-        return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u)
-        return v / (1.0 + tl.exp(-1.5957691216057308 * (v + 0.044715 * v * v * v)))
-    else:
-        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
-        v = tl.where(v < 0.0, 0.0, v)
-        return v * v if ACTIVATION == "relu2" else v
-
-
-@triton.jit
-def _gate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """A gated ExpertGate of float32 gate and "up"."""
-    if LIMIT > 0.0:
-        gate = _clamp_max(gate, LIMIT)
-        up = -_clamp_max(-_clamp_max(up, LIMIT), LIMIT)
-        return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
-    else:
-        return _activate(gate, ACTIVATION) * up
 
 
 @triton.jit
@@ -174,9 +143,9 @@ def experts_gemm_kernel(
         y += tl.load(bias_ptr + expert.to(tl.int64) * N + row_n).to(tl.float32)[:, None]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, CHANNELS, BLOCK_SIZE_M)), (1, 2, 0)))
-        y = _gate(gate, up, ACTIVATION, ALPHA, LIMIT)
-    elif ACTIVATION != "":
-        y = _activate(y, ACTIVATION)
+        y = gate_up(gate, up, ACTIVATION, ALPHA, LIMIT)
+    else:
+        y = activate(y, ACTIVATION)
     channel = first_channel + tl.arange(0, CHANNELS)
     offs = pair.to(tl.int64)[None, :] * width + channel[:, None]
     tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=valid_pair[None, :] & (channel < width)[:, None])
