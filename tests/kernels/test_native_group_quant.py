@@ -54,7 +54,7 @@ def hard_rows(m, k, dtype):
 
 
 @pytest.mark.parametrize("act", ACTS, ids=str)
-def test_bits_are_those_of_the_reference(level, act):
+def test_bits_are_those_of_the_reference(kernel_level, act):
     global_scale = torch.tensor(3.7) if act.scale == "e4m3" and act.group_size != 32 else None
     for dtype in DTYPES:
         quantizing, plain = layer(act, dtype, global_scale)
@@ -80,7 +80,7 @@ def test_many_rows_on_several_threads(threads, m):
 @pytest.mark.parametrize("act", [grouped("float8_e4m3fn", 32), grouped("float4_e2m1", 32, "e8m0"),
                                  grouped("float4_e2m1", 16, "e4m3")], ids=str)  # fmt: skip
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_number_that_is_not_finite_spoils_its_row_alone(level, act, bad):
+def test_a_number_that_is_not_finite_spoils_its_row_alone(kernel_level, act, bad):
     quantizing, _ = layer(act, torch.bfloat16)
     x = hard_rows(7, K, torch.bfloat16)
     want = quantizing(x)
@@ -92,7 +92,7 @@ def test_a_number_that_is_not_finite_spoils_its_row_alone(level, act, bad):
     torch.testing.assert_close(y[rest], want[rest], rtol=1e-2, atol=0)
 
 
-def test_a_row_does_not_depend_on_the_batch(level):
+def test_a_row_does_not_depend_on_the_batch(kernel_level):
     quantizing, _ = layer(grouped("float8_e4m3fn", 128), torch.bfloat16, kernel=CPUBatchInvariantLinearKernel)
     x = hard_rows(65, K, torch.bfloat16)
     y = quantizing(x)

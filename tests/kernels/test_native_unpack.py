@@ -45,7 +45,7 @@ def check(weight):
 
 @pytest.mark.parametrize("kind", types.SCALAR_TYPES.values(), ids=str)
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
-def test_every_type(level, kind, zero):
+def test_every_type(kernel_level, kind, zero):
     if zero != "none" and (kind.kind != "int" or kind.signed or kind.bias):
         return
     for i, (n, k) in enumerate(SHAPES):
@@ -57,14 +57,14 @@ def test_every_type(level, kind, zero):
             check(random_weight(spec, i))
 
 
-def test_common_and_random_schemes(level):
+def test_common_and_random_schemes(kernel_level):
     for i, spec in enumerate(default_specs() + [random_spec(seed) for seed in range(600, 760)]):
         check(random_weight(spec, i))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_several_tasks(level, bits, threads):
+def test_several_tasks(kernel_level, bits, threads):
     kind = types.SCALAR_TYPES[f"uint{bits}b{1 << (bits - 1)}"]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -74,7 +74,7 @@ def test_several_tasks(level, bits, threads):
         torch.set_num_threads(before)
 
 
-def test_nan_codes_of_fp8(level):
+def test_nan_codes_of_fp8(kernel_level):
     for kind in (types.float8_e4m3fn, types.float8_e5m2, types.float8_e4m3fnuz):
         weight = random_weight(LinearSpec(70, 128, kind, (1, 128), scale_dtype=torch.float32), 1)
         codes = torch.randint(256, weight.codes.shape, dtype=torch.uint8)
@@ -83,14 +83,14 @@ def test_nan_codes_of_fp8(level):
         check(dataclasses.replace(weight, codes=codes))
 
 
-def test_subnormal_and_infinite_values(level):
+def test_subnormal_and_infinite_values(kernel_level):
     for scale in (2.0**-130, 2.0**-20, 2.0**125):  # rounded to subnormal numbers and infinities of each dtype
         weight = random_weight(LinearSpec(33, 96, types.int8, (1, 32), scale_dtype=torch.float32), 1)
         check(dataclasses.replace(weight, scale=weight.scale * scale))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_tables_that_bfloat16_rounds(level, bits, monkeypatch):
+def test_tables_that_bfloat16_rounds(kernel_level, bits, monkeypatch):
     table = tuple(((i * 37) % 16 - 7.3) / 3 for i in range(1 << bits))
     kind = ScalarType(f"inexact{bits}", bits, "table", table=tuple(torch.tensor(table).tolist()))
     monkeypatch.setitem(types.SCALAR_TYPES, kind.name, kind)
@@ -100,7 +100,7 @@ def test_tables_that_bfloat16_rounds(level, bits, monkeypatch):
 
 @pytest.mark.parametrize(("n", "k"), [(33, 129), (1, 1), (95, 72)])
 @pytest.mark.parametrize("m", [0, 1, 17])
-def test_the_gradient_of_x(level, n, k, m):
+def test_the_gradient_of_x(kernel_level, n, k, m):
     weight = random_weight(LinearSpec(n, k, types.uint4b8, (1, 32), act_dtype=torch.float32), 1)
     x = torch.randn(m, k, requires_grad=True)
     y = QuantLinear(weight, kernel=Kernel.__name__)(x)
