@@ -172,13 +172,14 @@ def test_launches_give_the_layer(kernels, monkeypatch, gate, tokens, tile):
 
 def test_a_stack_is_one_matrix_of_all_experts(monkeypatch):
     """Addresses, shapes and distances that the two kernels get."""
-    calls, maps = [], []
+    calls, maps, compiled = [], [], []
     monkeypatch.setattr(runtime, "gluon", lambda: SimpleNamespace(
         fill_tensor_map=lambda *a: maps.append(a) or "map", swizzle128=0, plain32=0, plain16=0,
         TensorDescriptor=SimpleNamespace(from_tensor=lambda *a: a)))  # fmt: skip
     monkeypatch.setattr(runtime, "experts", lambda: SimpleNamespace(small_m=lambda: 0, persistent=lambda: 0))
     formats = tuple((0, 2, 1, i, name) for i, name in enumerate(("x", "weight", "scale", "y")))
-    monkeypatch.setattr(runtime, "compile_and_run", lambda *a: runtime.Binary(lambda *b: calls.append(b), (), False, formats, {}))
+    binary = runtime.Binary(lambda *b: calls.append(b), (), False, formats, {})
+    monkeypatch.setattr(runtime, "compile_and_run", lambda *a: compiled.append(a) or binary)
     monkeypatch.setattr(runtime, "binaries", {})
     up, down = specs_of(DOWN, RELU, 128)
     layer, count = Experts.make(up, down, RELU, 3), 3
@@ -201,6 +202,9 @@ def test_a_stack_is_one_matrix_of_all_experts(monkeypatch):
     small = experts_plans.SmallProjection(up, scheme, RELU, False, config, 8, is_sorted=True, waits_first=True)
     for _ in range(2):
         small.run(x, packed, None, y, routes, count, 2, 7)
+    types = [argument.dtype for argument in compiled[-1][2][:10]]  # of an order that the device code knows
+    assert types == ["bf16", "i32", "i32", "i32", "bf16", "fp32", "bf16", "i64", "i32", "i32"]
     units = [t.stride(0) * t.element_size() // 256 for t in (packed[0], packed[1], packed[0], packed[3])]
     args = calls[-1][4:]
+    assert args[:10] == tuple(t.data_ptr() for t in (x, *packed[:3], x, packed[3], y, index, in_order, table))
     assert list(args[10:14]) == units and args[14:16] == (up.n, up.k) and calls[-1][0] == small.tiles_n * 4
