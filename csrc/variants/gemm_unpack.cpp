@@ -51,11 +51,7 @@ template <int BITS, CodeKind KIND> struct Decoder : Dequantizer<BITS, KIND> {
   INLINE F32 column(int j) { return (*this)(at, from, j); }
 };
 
-#ifdef __aarch64__
-INLINE U32 f16_bits(F32 v) { return U32(vmovl_u16(vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(v))))); }
-#else
-INLINE U32 f16_bits(F32 v) { return U32(_mm256_cvtepu16_epi32(_mm256_cvtps_ph(__m256(v), _MM_FROUND_TO_NEAREST_INT))); }
-#endif
+INLINE U32 f16_bits(F32 v) { return __builtin_convertvector(f32_to_f16(v), U32); }
 
 bool supports(const PackedHeader&) { return true; }
 

@@ -35,7 +35,7 @@ ARM_GATHER = 150e-12  # float32 values from tables of more than 16 entries
 ARM_MIN_MATRIX_M, ARM_MAX_DIGITS_M = 4, 12
 PACK_ACTIVATIONS = 1e-10  # seconds per element of x
 # Quantizing x in groups: seconds per element and core, a group's own, and elements up to which one thread does it.
-QUANTIZE_GROUPS, QUANTIZE_GROUP, SERIAL_GROUPS = 5.7e-10, 8e-9, 1 << 15
+QUANTIZE_GROUPS, QUANTIZE_GROUP, SERIAL_GROUPS = 5.7e-10, 8e-9, 1 << 13
 CALL = 3e-6
 FAST_FEATURES = frozenset(("avx512_bf16", "avx512_vnni", "avx512_vbmi"))
 
