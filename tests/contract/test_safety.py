@@ -26,7 +26,7 @@ import bitline
 from bitline import CheckpointError, checkpoint, formats
 from bitline.formats.gguf.source import GGUFSource
 from bitline.formats.gptq_awq.gptq import GPTQReader
-from bitline.formats.io import mapped_file
+from bitline.formats.io import mapped_file, safetensors_source
 from bitline.formats.io.safetensors_source import SafetensorsSource
 
 READING = [*sorted(Path(formats.__path__[0]).rglob("*.py")), Path(checkpoint.__file__)]
@@ -199,8 +199,8 @@ DESCRIPTIONS = (
 @pytest.mark.parametrize("base", FAMILIES)
 def test_headers_alone_tell_the_layers(base, tmp_path, monkeypatch):
     seen = []
-    real = SafetensorsSource._to_read  # of whole tensors, and of parts
-    monkeypatch.setattr(SafetensorsSource, "_to_read", lambda self, name: seen.append(name) or real(self, name))
+    real = safetensors_source.info_to_read  # of whole tensors, and of parts
+    monkeypatch.setattr(safetensors_source, "info_to_read", lambda source, name: seen.append(name) or real(source, name))
     opened = bitline.open_checkpoint(write(tmp_path, *FAMILIES[base]()))
     assert not seen
     layers = opened.layers()
