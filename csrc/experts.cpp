@@ -80,10 +80,10 @@ Wave next_wave(const ExpertsCall& l, const SortedPairs& s, int64_t first) {
 
 // Places the wave's buffers. Returns 0; -2: no memory.
 int lay_out(Wave& w, int64_t x_bytes, int64_t h_bytes, int64_t a_bytes) {
-  const auto round_up = [](int64_t n) { return (n + 63) / 64 * 64; };
-  const int64_t rows = w.end - w.begin, calls = round_up(w.active * int64_t(sizeof(GemmCall)));
-  const int64_t x = round_up(rows * x_bytes), h = round_up(rows * h_bytes);
-  uint8_t* memory = static_cast<uint8_t*>(reserve(wave_scratch, size_t(calls + x + h + rows * a_bytes)));
+  const int64_t rows = w.end - w.begin;
+  const size_t calls = round_up(size_t(w.active) * sizeof(GemmCall)), x = round_up(size_t(rows * x_bytes));
+  const size_t h = round_up(size_t(rows * h_bytes));
+  uint8_t* memory = static_cast<uint8_t*>(reserve(wave_scratch, calls + x + h + size_t(rows * a_bytes)));
   if (memory == nullptr) return -2;
   w.calls = reinterpret_cast<GemmCall*>(memory);
   w.x = memory + calls, w.h = w.x + x, w.a = w.h + h;
@@ -103,7 +103,7 @@ void gather_rows(const ExpertsCall& l, const SortedPairs& s, const Wave& w, int6
 template <class RowOf>
 int project(const ExpertsCall& l, const SortedPairs& s, const Wave& w, const Projection& p, const RowOf& row_of, uint8_t* y) {
   const GemmKernels* kernels = gemm_kernels();
-  const int64_t itemsize = l.dtype == kFloat32 ? 4 : 2;
+  const int64_t itemsize = item_bytes(l.dtype);
   int64_t count = 0;
   for (int64_t e = w.first_expert; e < w.last_expert; ++e) {
     const int64_t at = s.starts[e] - w.begin, m = s.starts[e + 1] - s.starts[e];
@@ -128,7 +128,7 @@ void apply_gate(const ExpertsCall& l, const Gate& gate, const Wave& w, int64_t h
 
 void sum_results(const ExpertsCall& l, const SortedPairs& s, int64_t n) {
   const ExpertKernels& kernels = expert_kernels();
-  const int64_t y_bytes = n * (l.dtype == kFloat32 ? 4 : 2);
+  const int64_t y_bytes = n * item_bytes(l.dtype);
   parallel_for_chunks(l.tokens, kGrainElements / (n * l.top_k + 1) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       kernels.weighted_sum(l.results, s.rows + t * l.top_k, l.weights + t * l.top_k, l.top_k, l.y + t * y_bytes, n, Dtype(l.dtype));
@@ -137,7 +137,7 @@ void sum_results(const ExpertsCall& l, const SortedPairs& s, int64_t n) {
 
 // Returns as bitline_experts.
 int run_waves(const ExpertsCall& l, const SortedPairs& s, const Gate& gate, const Projection& up, const Projection& down) {
-  const int64_t itemsize = l.dtype == kFloat32 ? 4 : 2;
+  const int64_t itemsize = item_bytes(l.dtype);
   const int64_t x_bytes = up.k * itemsize, h_bytes = up.n * itemsize, a_bytes = down.k * itemsize, y_bytes = down.n * itemsize;
   for (int64_t e = 0; e < l.num_experts;) {
     Wave w = next_wave(l, s, e);

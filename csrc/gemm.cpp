@@ -29,7 +29,6 @@ __thread Scratch call_workspace, thread_workspace;
 
 constexpr int64_t kXChunkBytes = 1 << 19;      // of packed activations that stay in L2
 constexpr int64_t kSerialPackInt32 = 1 << 15;  // packed activations up to this size are packed by the calling thread
-constexpr int64_t kSharingCalls = 64;          // calls before a call that are asked for x packed alike
 constexpr int64_t kDequantRows = 4;            // rows of x whose products take as long as dequantizing W
 
 ComputeType compute_type(const PackedHeader& w, int dtype, const GemmKernels& kernels) {
@@ -118,9 +117,9 @@ bool packs_x_alike(const GemmCall& a, const GemmCall& b) {
 
 // The call before calls[i] whose packed x calls[i] can read; null where there is none.
 const GemmCall* call_of_same_x(const GemmCall* calls, int64_t i) {
-  for (int64_t j = i - 1; j >= 0 && j >= i - kSharingCalls; --j)
-    if (calls[j].x == calls[i].x && calls[j].m == calls[i].m && !calls[j].x_from && packs_x_alike(calls[j], calls[i])) return calls + j;
-  return nullptr;
+  return earlier_call(calls, i, [&](const GemmCall& c) {
+    return c.x == calls[i].x && c.m == calls[i].m && !c.x_from && packs_x_alike(c, calls[i]);
+  });
 }
 
 // Pack all M tiles of the calls. Returns 0; -2: no memory.
@@ -252,7 +251,7 @@ BITLINE_EXPORT int bitline_gemm(const void* x, int64_t m, const void* packed, co
   GemmCall c;
   if (const int failed = init_call(c, kernels, packed, bias, dtype)) return failed;
   const PackedHeader& w = *c.w;
-  const int64_t itemsize = dtype == kFloat32 ? 4 : 2;
+  const int64_t itemsize = item_bytes(dtype);
   c.x = x, c.m = m;
   set_act_tensor_scale(*kernels, c);
   for (int64_t row = 0; row < m; row += kMaxPassM) {
@@ -280,7 +279,7 @@ BITLINE_EXPORT int bitline_fused_gemv(const void* x, int64_t k, const void* w0, 
     if (const int failed = init_call(c, kernels, packed[i], bias[i], dtype)) return failed;
     if (c.w->k != k) return -4;
     c.x = x, c.m = 1, c.y = out, c.m_tile_end = 1;
-    out += c.w->n * (dtype == kFloat32 ? 4 : 2);
+    out += c.w->n * item_bytes(dtype);
     set_act_tensor_scale(*kernels, c);
     block_start[i + 1] = block_start[i] + num_n_blocks(*c.w);
   }

@@ -17,6 +17,7 @@ constexpr int64_t kAmxPanelBytes = 1 << 15;  // at most
 constexpr int kScratchRows = kAmxTileM + 2;
 
 enum Dtype : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };  // of x, bias and y
+constexpr int64_t item_bytes(int64_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 // Operands of the multiply-add: bfloat16 pairs (vdpbf16ps), float32 (FMA), or unsigned 8-bit codes with int8 (VNNI).
 enum ComputeType : int { kComputeBF16 = 0, kComputeF32 = 1, kComputeInt8 = 2 };
 
@@ -45,7 +46,7 @@ struct GemmCall {
   const PackedHeader* w;
   const uint8_t* base;  // of the packed weight
   const void *x, *bias;
-  const void* x_given;  // x before it was quantized in groups; x itself where it is not
+  const void* x_given;  // x before this call quantized it in groups; null where it is not or another call did
   void* y;
   int64_t m;
   int64_t m_tile_begin, m_tile_end;  // those to compute

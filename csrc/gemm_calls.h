@@ -26,6 +26,15 @@ namespace {  // internal linkage: see parallel.h
 
 inline size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
+constexpr int64_t kSharingCalls = 64;  // calls before a call that are asked whether it can read what they prepare of x
+
+// The last call before calls[i] for which fits(call); null where there is none.
+template <class F> const GemmCall* earlier_call(const GemmCall* calls, int64_t i, const F& fits) {
+  for (int64_t j = i - 1; j >= 0 && j >= i - kSharingCalls; --j)
+    if (fits(calls[j])) return calls + j;
+  return nullptr;
+}
+
 // fn(call, task) for each of the tasks(call) tasks of all calls, on all threads.
 template <class Tasks, class F>
 void for_each_task(GemmCall* calls, int64_t count, const Tasks& tasks, const F& fn, bool brief) {

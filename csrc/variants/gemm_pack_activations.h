@@ -84,7 +84,7 @@ bool min_max_f32(const float* v, int64_t n, float* low, float* high) {
 }
 
 bool min_max(const void* x, int64_t n, Dtype dtype, float* low, float* high) {
-  const int64_t itemsize = dtype == kFloat32 ? 4 : 2;
+  const int64_t itemsize = item_bytes(dtype);
   float chunk[1024];
   bool finite = true;
   for (int64_t i = 0; i < n; i += 1024) {
@@ -203,7 +203,7 @@ float row_act_scale(const GemmCall& c, const void* x, int* zero) {
 void pack_activations(const GemmCall& c, int64_t m_tile, float* scratch) {
   const PackedHeader& w = *c.w;
   const int64_t first = m_tile_start(c, m_tile), rows = m_tile_start(c, m_tile + 1) - first;
-  const int64_t itemsize = c.dtype == kFloat32 ? 4 : 2;
+  const int64_t itemsize = item_bytes(c.dtype);
   float* group_sums = const_cast<float*>(c.x_group_sums) + first * w.num_groups;
   const bool sliced = c.strategy == kInt8Slices;
   int32_t* acc_init = const_cast<int32_t*>(c.acc_init) + first * w.num_groups * (sliced ? c.slices.count : 1);

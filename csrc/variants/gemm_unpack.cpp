@@ -133,7 +133,7 @@ template <class T> void scatter(const T* from, const int32_t* map, int64_t count
 // A panel of `count` packed columns from `first` on, to the rows of an N block.
 void write_panel(const GemmCall& c, int64_t block, int64_t first, int64_t count, const float* panel, uint8_t* out) {
   const PackedHeader& w = *c.w;
-  const int64_t itemsize = c.dtype == kFloat32 ? 4 : 2, stride = w.k * itemsize;
+  const int64_t itemsize = item_bytes(c.dtype), stride = w.k * itemsize;
   const int64_t rows = w.n - block * kBlockN < kBlockN ? w.n - block * kBlockN : kBlockN;
   uint8_t* to = out + block * kBlockN * stride;
   if (!w.column_map && rows == kBlockN && first + kPanelK <= w.k) return transpose_panel(panel, c.dtype, to + first * itemsize, stride);

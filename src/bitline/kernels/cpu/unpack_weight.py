@@ -44,9 +44,8 @@ class Header(NamedTuple):
 
 
 _SHAPE = slice(16, 32)  # the header's bytes of n and k
-_MIN_POOLED = (
-    4 << 20
-)  # bytes; larger allocations may go back to the system each time, and faulting them in takes longer than unpacking
+# Bytes; larger allocations may go back to the system each time, and faulting them in takes longer than unpacking.
+_MIN_POOLED = 4 << 20
 
 
 class BitRun(NamedTuple):
