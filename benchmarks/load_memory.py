@@ -32,7 +32,8 @@ def synthesize(folder: Path, layers: int, hidden: int, inner: int, vocabulary: i
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner,
         "num_hidden_layers": layers, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 256,
-        "vocab_size": vocabulary, "tie_word_embeddings": False, "dtype": "bfloat16", "quantization_config": quantization,
+        "vocab_size": vocabulary, "max_position_embeddings": 2048, "tie_word_embeddings": False, "dtype": "bfloat16",
+        "quantization_config": quantization,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden // 4, hidden),

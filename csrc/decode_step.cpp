@@ -96,12 +96,11 @@ BITLINE_EXPORT int bitline_gemv_bf16(const uint16_t* x, const uint16_t* w, uint1
   return 0;
 }
 
-// One token through a decoder layer: norm, attention and o_proj, norm, gated MLP, with both residual connections. Returns 0;
-// -2: no memory; -3: no kernel at this ISA level; -4: the weights are not of these sizes; -5: another rank is lost, or an error
-// came after ranks had exchanged something. On errors y and `position` of the KV cache are garbage.
-BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double input_epsilon, double post_attention_epsilon,
-                                        double qk_epsilon) {
-  const DecoderLayer& l = *static_cast<const DecoderLayer*>(layer);
+namespace bitline {
+namespace {
+
+// Returns as bitline_decode_layer.
+int run_layer(const DecoderLayer& l, const LayerScalars& s) {
   const DecodeKernels& kernels = decode_kernels();
   const int64_t hidden = l.hidden, intermediate = l.intermediate, q_size = l.kv_heads * l.q_per_kv * l.head_dim;
   const int64_t kv_size = l.kv_heads * l.head_dim;
@@ -114,22 +113,22 @@ BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double 
   if (qkv == nullptr) return -2;
   uint16_t *attended = qkv + q_size + 2 * kv_size, *normed = attended + q_size, *residual = normed + hidden;
   uint16_t *gate_up = residual + hidden, *activated = gate_up + 2 * intermediate;
-  kernels.rms_norm(l.x, l.input_norm, normed, hidden, float(input_epsilon));
+  kernels.rms_norm(l.x, l.input_norm, normed, hidden, float(s.input_epsilon));
   if (const int failed = bitline_fused_gemv(normed, hidden, l.q, l.q_bias, l.k, l.k_bias, l.v, l.v_bias, qkv, kBFloat16))
     return failed;
   if (l.q_norm != nullptr && l.k_norm != nullptr) {
-    bitline_rms_norm(qkv, l.q_norm, qkv, l.kv_heads * l.q_per_kv, l.head_dim, qk_epsilon);
-    bitline_rms_norm(qkv + q_size, l.k_norm, qkv + q_size, l.kv_heads, l.head_dim, qk_epsilon);
+    bitline_rms_norm(qkv, l.q_norm, qkv, l.kv_heads * l.q_per_kv, l.head_dim, s.qk_epsilon);
+    bitline_rms_norm(qkv + q_size, l.k_norm, qkv + q_size, l.kv_heads, l.head_dim, s.qk_epsilon);
   }
   if (const int failed = bitline_decode_attention(qkv, l.cos, l.sin, l.keys, l.values, attended, l.kv_heads, l.q_per_kv,
-                                                  l.head_dim, l.capacity, l.position, scale))
+                                                  l.head_dim, l.capacity, l.position, s.scale))
     return failed;
   uint16_t* projected = normed;
   if (const int failed = bitline_gemm(attended, 1, l.o, l.o_bias, projected, kBFloat16)) return failed;
   if (l.ranks != nullptr && bitline_ranks_sum(l.ranks, projected, hidden, kBFloat16, projected, kBFloat16)) return kLost;
   const auto error = [&](int code) { return l.ranks == nullptr ? code : kLost; };  // the other ranks go on
   kernels.add(l.x, projected, residual, hidden);
-  kernels.rms_norm(residual, l.post_attention_norm, normed, hidden, float(post_attention_epsilon));
+  kernels.rms_norm(residual, l.post_attention_norm, normed, hidden, float(s.post_attention_epsilon));
   if (const int failed = bitline_fused_gemv(normed, hidden, l.gate, l.gate_bias, l.up, l.up_bias, nullptr, nullptr, gate_up,
                                             kBFloat16))
     return error(failed);
@@ -138,4 +137,35 @@ BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double 
   if (l.ranks != nullptr && bitline_ranks_sum(l.ranks, projected, hidden, kBFloat16, projected, kBFloat16)) return kLost;
   kernels.add(residual, projected, l.y, hidden);
   return 0;
+}
+
+}  // namespace
+}  // namespace bitline
+
+// One token through a decoder layer: norm, attention and o_proj, norm, gated MLP, with both residual connections. Returns 0;
+// -2: no memory; -3: no kernel at this ISA level; -4: the weights are not of these sizes; -5: another rank is lost, or an error
+// came after ranks had exchanged something. On errors y and `position` of the KV cache are garbage.
+BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double input_epsilon, double post_attention_epsilon,
+                                        double qk_epsilon) {
+  return run_layer(*static_cast<const DecoderLayer*>(layer), {scale, input_epsilon, post_attention_epsilon, qk_epsilon});
+}
+
+// One token through `count` decoder layers of one hidden size, each of which reads the output of the one before. Instead of the layers'
+// own x, y, cos, sin and position these count: x [hidden], y [count][hidden], and one position in all KV caches. scalars: of each
+// layer. Returns as bitline_decode_layer.
+BITLINE_EXPORT int bitline_decode_layers(const void* layers, const void* scalars, int64_t count, const uint16_t* x, uint16_t* y,
+                                         const uint16_t* cos, const uint16_t* sin, int64_t position) {
+  const DecoderLayer* all = static_cast<const DecoderLayer*>(layers);
+  int failed = 0;
+  const auto run = [&] {
+    for (int64_t i = 0; i < count && failed == 0; ++i) {
+      DecoderLayer l = all[i];
+      l.x = i == 0 ? x : y + (i - 1) * l.hidden, l.y = y + i * l.hidden, l.cos = cos, l.sin = sin, l.position = position;
+      failed = run_layer(l, static_cast<const LayerScalars*>(scalars)[i]);
+      if (failed != 0 && i > 0 && l.ranks != nullptr) failed = kLost;  // the other ranks go on
+    }
+  };
+  if (count > 0 && all[0].ranks == nullptr) with_awake_team(run);
+  else run();  // threads that spin while ranks wait for each other would take the processors from them
+  return failed;
 }

@@ -28,6 +28,10 @@ struct DecoderLayer {
 };
 static_assert(sizeof(DecoderLayer) == 32 * 8);
 
+struct LayerScalars {
+  double scale, input_epsilon, post_attention_epsilon, qk_epsilon;  // scale: of attention
+};
+
 // KV positions of a split: fixed, so that the split-KV reduction is the same for any number of threads.
 constexpr int64_t kKvSplit = 128;
 constexpr int64_t kMaxHeadDim = 256;  // a multiple of 16

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "awake_team.h"
 #include "clock.h"
 #include "isa.h"
 #include "thread_pool.h"
@@ -61,10 +62,25 @@ void run_worker(void* data) {
   in_parallel_region = nested;
 }
 
-// Runs on torch's OpenMP threads. If its barrier waits long after the last task, several times in a row, other processes preempt
-// the threads, and brief loops of the next seconds run on the pool.
-void run_on_openmp(Job& job) {
-  gomp_parallel(run_worker, &job, 0, 0);  // 0: the whole team; libgomp destroys the threads that a smaller team leaves over
+struct AwakeScope {
+  void (*leader)(void*);
+  void* context;
+  const bool* leading_thread;  // its in_parallel_region
+  int64_t last_task_ns;
+};
+
+// Runs on every thread of the team.
+void join_scope(void* data) {
+  AwakeScope& scope = *static_cast<AwakeScope*>(data);
+  const bool leads = scope.leading_thread == &in_parallel_region;
+  join_awake_team(leads, scope.leader, scope.context);
+  if (leads) scope.last_task_ns = now_ns();
+}
+
+// worker(&job) on each of torch's OpenMP threads. If its barrier waits long after the last task, several times in a row, other
+// processes preempt the threads, and brief loops of the next seconds run on the pool.
+template <class J> void run_on_openmp(void (*worker)(void*), J& job) {
+  gomp_parallel(worker, &job, 0, 0);  // 0: the whole team; libgomp destroys the threads that a smaller team leaves over
   const int64_t now = now_ns();
   if (now - job.last_task_ns < kBarrierWaitNs) return;
   const bool again = now - __atomic_exchange_n(&last_wait_ns, now, __ATOMIC_RELAXED) < kWaitIntervalNs;
@@ -143,13 +159,19 @@ int num_threads() {
   return count < 1 ? 1 : count;
 }
 
-void enter_parallel_region() { in_parallel_region = true; }
+void mark_parallel_region(bool inside) { in_parallel_region = inside; }
 
 void run_tasks(int64_t n, Task task, void* context, bool brief) {
   // at::get_num_threads, behind num_threads, also sets the OpenMP team size of this thread.
   const int count = n < 2 || in_parallel_region ? 1 : num_threads();
   if (count == 1) {
     for (int64_t i = 0; i < n; ++i) task(context, i);
+    return;
+  }
+  if (leads_awake_team()) {
+    in_parallel_region = true;
+    run_on_awake_team(n, task, context);
+    in_parallel_region = false;
     return;
   }
   if (set_openmp_team != nullptr) adapt_team();
@@ -160,8 +182,17 @@ void run_tasks(int64_t n, Task task, void* context, bool brief) {
     if (done) return;
   }
   Job job{task, context, n, 0, 0};
-  if (gomp_parallel != nullptr) run_on_openmp(job);
+  if (gomp_parallel != nullptr) run_on_openmp(run_worker, job);
   else run_on_spawned_threads(job, count);
+}
+
+void run_with_awake_team(void (*leader)(void*), void* context) {
+  const int count = in_parallel_region || leads_awake_team() ? 1 : num_threads();
+  if (count > 1 && set_openmp_team != nullptr) adapt_team();
+  if (count == 1 || prefers_pool(count, true) || !open_awake_team(count)) return leader(context);
+  AwakeScope scope{leader, context, &in_parallel_region, 0};
+  run_on_openmp(join_scope, scope);
+  close_awake_team();
 }
 
 }  // namespace bitline

@@ -76,7 +76,7 @@ void claim_tasks(uint32_t generation, int worker) {
 
 void* worker_main(void* index) {
   const int worker = int(reinterpret_cast<intptr_t>(index));
-  enter_parallel_region();
+  mark_parallel_region(true);
   uint32_t seen = 0;
   for (;;) {
     if (!spin(&pool.published, seen, kLingerNs)) {

@@ -37,7 +37,7 @@ SHAPES = ((1, 1), (3, 17), (16, 16), (33, 150), (65, 130), (129, 257))
 THREADS = (1, 3)
 # Calls that compute no tensor; `set_isa` and `register_torch_op` are made by native.use_isa and by packing a weight.
 WITHOUT_OUTPUT = {"abi", "isa", "isa_supported", "set_isa", "bind_torch_threads", "num_threads", "empty_parallel_regions",
-                  "pool_loops", "adapt_threads", "pretend_contended", "register_torch_op"}  # fmt: skip
+                  "pool_loops", "awake_team_loops", "adapt_threads", "pretend_contended", "register_torch_op"}  # fmt: skip
 
 
 def random_int32(*shape: int) -> Tensor:
@@ -228,6 +228,11 @@ def decode_layer(core: native.Core) -> Iterator[Case]:
         layer = (ctypes.c_int64 * 32)(*addresses, hidden, kv_heads, repeat, dim, 130, 129, intermediate, 0)
         assert core.decode_layer(ctypes.addressof(layer), 0.2, 1e-6, 1e-6, 1e-6) == 0
         yield f"decode_layer {hidden}", torch.cat((y, cache.flatten()))
+        twice, scalars = (ctypes.c_int64 * 64)(*layer, *layer), (ctypes.c_double * 8)(*(0.2, 1e-6, 1e-6, 1e-6) * 2)
+        both = torch.zeros(2, hidden, dtype=BF16)
+        at = [t.data_ptr() for t in (tensors[0], both, tensors[6], tensors[7])]
+        assert core.decode_layers(ctypes.addressof(twice), ctypes.addressof(scalars), 2, *at, 129) == 0
+        yield f"decode_layers {hidden}", both
 
 
 # ---- dump and compare ----------------------------------------------------------------------------------------------------

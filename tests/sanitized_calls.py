@@ -282,6 +282,11 @@ def decode_layers(r: random.Random) -> None:
                                ((0, intermediate, at(one_rank)), 0), ((0, intermediate, at(small)), -4)):  # fmt: skip
             layer = (ctypes.c_int64 * 32)(*addresses, *sizes, *more)
             assert native.core().decode_layer(ctypes.addressof(layer), 0.2, 1e-6, 1e-6, 1e-6) == expected
+            scalars = (ctypes.c_double * 8)(*(0.2, 1e-6, 1e-6, 1e-6) * 2)
+            both = (ctypes.c_int64 * 64)(*layer, *layer)
+            ys = empty(2, hidden, dtype=torch.bfloat16)
+            places = [t.data_ptr() for t in (x, ys, tensors[6], tensors[7])]
+            assert native.core().decode_layers(at(both), at(scalars), 2, *places, more[0]) == expected
 
 
 def shared(world: int, capacity: int, rank: int = 0) -> _View:
@@ -329,6 +334,7 @@ def main() -> None:
     core.abi(), core.bind_torch_threads(core.torch_library), core.num_threads(), core.isa_supported()
     core.empty_parallel_regions(3, 5)
     assert core.pool_loops(200, 7, 3) <= 0
+    assert core.awake_team_loops(200, 7) == 0
     core.adapt_threads(1), core.pretend_contended(10**9), core.empty_parallel_regions(3, 5)
     core.adapt_threads(0), core.pretend_contended(0)
     for size in (1, 5000, (4 << 20) + 17, (9 << 20) + 4095):

@@ -11,7 +11,9 @@ import bitline
 import tiny
 from bitline import native
 from bitline.linear import QuantLinear
-from bitline.model import decode_step
+from bitline.model import decode_step, decoder_stack
+from bitline.model.decoder_layer import rms_norm_forward
+from bitline.model.known_modules import class_kind
 from bitline.model.kv_cache import kv_cache_layer_class
 from bitline.model.load import load_model
 
@@ -48,7 +50,7 @@ def norm_of(n, epsilon=1e-6):
 @pytest.mark.parametrize("rows", [1, 2, 7, 8])
 def test_rms_norm(n, rows, level):
     norm, x = norm_of(n), (torch.randn(1, rows, n) * 3).to(BF16)
-    apart = ulps_apart(decode_step._rms_norm_forward(norm, x), norm(x))
+    apart = ulps_apart(rms_norm_forward(norm, x), norm(x))
     # Another reduction order may move the first of two roundings by one unit; the weight makes up to two of it.
     assert apart.max() <= 2 and (apart > 0).float().mean() <= 0.02
 
@@ -57,7 +59,7 @@ def test_rms_norm(n, rows, level):
 def test_rms_norm_of_non_finite_values(bad, level):
     norm, x = norm_of(40), torch.randn(1, 40).to(BF16)
     x[0, 3] = bad
-    assert torch.equal(decode_step._rms_norm_forward(norm, x).isnan(), norm(x).isnan())
+    assert torch.equal(rms_norm_forward(norm, x).isnan(), norm(x).isnan())
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 33, 1536])
@@ -141,7 +143,7 @@ def test_same_bits_at_every_isa_level_and_thread_count():
                 w, x = torch.randn(999, 333).to(BF16), torch.randn(333).to(BF16)
                 native.core().gemv_bf16(x.data_ptr(), w.data_ptr(), z.data_ptr(), 999, 333)
                 native.core().silu_and_mul(z.data_ptr(), w.data_ptr(), g.data_ptr(), 999)
-                found.append(torch.cat((y.flatten(), z, g, decode_step._rms_norm_forward(norm_of(333), x[None])[0])))
+                found.append(torch.cat((y.flatten(), z, g, rms_norm_forward(norm_of(333), x[None])[0])))
     finally:
         native.use_isa(before)
         torch.set_num_threads(threads)
@@ -227,7 +229,7 @@ def test_whole_models(name, pair, tmp_path, level):
 def called(model, monkeypatch):
     """Names of the core's functions that a model calls for one token."""
     core, names = native.core(), []
-    for name in ("rms_norm", "decode_layer", "gemv_bf16"):
+    for name in ("rms_norm", "decode_layer", "decode_layers", "gemv_bf16"):
         function = getattr(core, name)
         monkeypatch.setattr(core, name, lambda *a, name=name, function=function: (names.append(name), function(*a))[1])
     logits(model, torch.tensor([[1, 5, 9, 33]]))
@@ -237,7 +239,7 @@ def called(model, monkeypatch):
 
 def test_a_token_runs_in_the_core(pair, monkeypatch):
     fast, plain = pair()
-    assert called(fast, monkeypatch) == {"rms_norm", "decode_layer"}
+    assert called(fast, monkeypatch) == {"rms_norm", "decode_layers"}
     assert called(plain, monkeypatch) == set()
 
 
@@ -317,7 +319,8 @@ def test_prompts_run_in_transformers(run, pair):
 def test_masks_batches_and_other_caches_run_in_transformers(pair, monkeypatch):
     fast, _ = pair()
     core, count = native.core(), []
-    monkeypatch.setattr(core, "decode_layer", lambda *a: count.append(1))
+    for name in ("decode_layer", "decode_layers"):
+        monkeypatch.setattr(core, name, lambda *a: count.append(1))
     ids = torch.tensor([[1, 5, 9, 33]])
     logits(fast, ids.repeat(2, 1))
     for other in (transformers.DynamicCache(), transformers.StaticCache(config=fast.config, max_cache_len=8)):
@@ -345,14 +348,14 @@ def test_empty_dynamic_caches_get_native_layers(pair, monkeypatch):
 def test_generate_of_transformers_takes_native_steps(options, pair, monkeypatch):
     fast, plain = pair()
     core, count = native.core(), []
-    step = core.decode_layer
-    monkeypatch.setattr(core, "decode_layer", lambda *a: count.append(1) or step(*a))
+    step = core.decode_layers
+    monkeypatch.setattr(core, "decode_layers", lambda *a: count.append(1) or step(*a))
     ids, outputs = torch.tensor([[1, 5, 9, 33]]), []
     for model in (fast, plain):
         torch.manual_seed(0)
         outputs.append(model.generate(ids, max_new_tokens=20, min_new_tokens=20, pad_token_id=0, **options))
     assert torch.equal(*outputs)
-    assert len(count) == (0 if options else 2 * 19)
+    assert len(count) == (0 if options else 19)
 
 
 def test_cache_layers_change_with_their_batch(pair):
@@ -421,18 +424,15 @@ def test_classes_are_recognized_by_their_source():
     from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-    assert [decode_step._class_kind(c) for c in (LlamaRMSNorm, LlamaMLP, LlamaAttention)] == ["rms_norm", "mlp", "attention"]
-    assert (
-        decode_step._class_kind(Qwen3Attention) == "attention_qk_norm"
-        and decode_step._class_kind(LlamaDecoderLayer) == "decoder_layer"
-    )
+    assert [class_kind(c) for c in (LlamaRMSNorm, LlamaMLP, LlamaAttention)] == ["rms_norm", "mlp", "attention"]
+    assert class_kind(Qwen3Attention) == "attention_qk_norm" and class_kind(LlamaDecoderLayer) == "decoder_layer"
 
     class Modified(LlamaRMSNorm):
         def forward(self, hidden_states):
             return super().forward(hidden_states) + 1
 
     for cls in (Gemma2Attention, Gemma2RMSNorm, nn.Linear, Modified):
-        assert decode_step._class_kind(cls) == ""
+        assert class_kind(cls) == ""
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
@@ -474,3 +474,160 @@ def test_the_kv_cache_holds_what_a_dynamic_layer_holds(updates):
     cache_layer.reset()
     assert cache_layer.get_seq_length() == 0 and cache_layer.reserve(3, 16, torch.float32, 1)
     assert not cache_layer.reserve(4, 16, torch.float32, 1) and not cache_layer.reserve(3, 16, BF16, 1)
+
+
+# ---- all layers as one call ----------------------------------------------------------------------------------------------
+
+IDS = torch.randint(3, 100, (1, 12), generator=torch.Generator().manual_seed(5))
+
+
+def one_by_one(model):
+    """Give each layer a call of its own; returns the model."""
+    for layer in model.model.layers:
+        layer.__dict__.pop(decoder_stack._PLACE)
+    return model
+
+
+def stack_of(model):
+    return model.model.layers[0].__dict__[decoder_stack._PLACE].stack
+
+
+@pytest.fixture
+def native_calls(monkeypatch):
+    """Numbers of layers of the native calls."""
+    core, counts = native.core(), []
+    layers, layer = core.decode_layers, core.decode_layer
+    monkeypatch.setattr(core, "decode_layers", lambda *a: counts.append(a[2]) or layers(*a))
+    monkeypatch.setattr(core, "decode_layer", lambda *a: counts.append(1) or layer(*a))
+    return counts
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_all_layers_are_one_call_with_the_same_bits(name, threads, pair, native_calls):
+    fast, _ = pair(name)
+    torch.set_num_threads(threads)
+    together = logits(fast, IDS)
+    assert native_calls == [2] * 9
+    apart = logits(one_by_one(fast), IDS)
+    assert native_calls == [2] * 9 + [1] * 18
+    assert torch.equal(together, apart)
+
+
+def test_hidden_states_are_those_of_each_layer(pair, native_calls):
+    fast, _ = pair()
+    cache = transformers.DynamicCache(config=fast.config)
+    fast(input_ids=IDS[:, :3], past_key_values=cache)
+    other = copy.deepcopy(cache)
+    states = fast(input_ids=IDS[:, 3:4], past_key_values=cache, output_hidden_states=True).hidden_states
+    expected = one_by_one(fast)(input_ids=IDS[:, 3:4], past_key_values=other, output_hidden_states=True).hidden_states
+    assert len(states) == 3 and all(torch.equal(a, b) for a, b in zip(states, expected, strict=True))
+
+
+def halve_in_place(_module, *arguments):
+    """A hook that changes what it gets without returning anything."""
+    tensor = arguments[-1] if isinstance(arguments[-1], torch.Tensor) else arguments[0][0]
+    tensor[..., ::2] *= 0.5
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_hooks_that_change_hidden_states_in_place_act(register, index, pair):
+    outputs = [logits(pair()[0], IDS)]
+    for prepare in (lambda m: m, one_by_one):
+        model = prepare(pair()[0])
+        logits(model, IDS[:, :5])  # the call of all layers is prepared
+        getattr(model.model.layers[index], register)(halve_in_place)
+        outputs.append(logits(model, IDS))
+    without, together, apart = outputs
+    assert torch.equal(together, apart) and not torch.equal(together, without)
+
+
+CHANGES = {
+    "a child": lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
+    "a forward": lambda layer: setattr(layer.mlp, "forward", lambda x: x),
+    "a norm's forward": lambda layer: setattr(layer.input_layernorm, "forward", lambda x: x),
+    "a layer's forward": lambda layer: setattr(layer, "forward", lambda x, **_: x + 1),
+    "a weight": lambda layer: layer.mlp.up_proj.reload(bitline.quantize(torch.ones(160, 64), "W4A16", group_size=32)),
+    "a norm's weight": lambda layer: setattr(layer.input_layernorm, "weight", nn.Parameter(torch.arange(64).to(BF16))),
+    "a norm's values": lambda layer: setattr(layer.input_layernorm.weight, "data", torch.full((64,), 3.0, dtype=BF16)),
+    "an epsilon": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 9.0),
+    "the scale of attention": lambda layer: setattr(layer.self_attn, "scaling", 5.0),
+    "a linear layer's hook": lambda layer: layer.self_attn.v_proj.register_forward_hook(lambda m, a, y: 2 * y),
+    "a class": lambda layer: setattr(layer.mlp, "__class__", type("M", (type(layer.mlp),), {"forward": lambda self, x: x})),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("index", [0, 1])
+def test_changes_between_tokens_are_seen(change, index, pair):
+    """Of a cache in use: the same as a model whose layers are called one by one."""
+    outputs = []
+    for prepare in (lambda m: m, one_by_one):
+        model = prepare(pair()[0])
+        cache = transformers.DynamicCache(config=model.config)
+        rows = [model(input_ids=ids, past_key_values=cache).logits[0, -1] for ids in (IDS[:, :3], IDS[:, 3:4], IDS[:, 4:5])]
+        CHANGES[change](model.model.layers[index])
+        rows += [model(input_ids=IDS[:, i : i + 1], past_key_values=cache).logits[0, -1] for i in (5, 6)]
+        outputs.append(torch.stack(rows))
+    assert torch.equal(*outputs)
+    torch.manual_seed(0)
+    unchanged = logits(pair()[0], IDS[:, :7])[-2:]
+    assert not torch.equal(outputs[0][-2:].double(), unchanged)
+
+
+def test_a_layer_called_with_another_input_computes(pair, native_calls):
+    """As in a loop that skips, repeats or reorders layers."""
+    fast, plain = pair()
+    rotation = fast.model.rotary_emb(torch.zeros(1, 1, 64, dtype=BF16), torch.tensor([[0]]))
+    for order in ((0, 1), (1, 0), (0, 0, 1), (1, 1), (0, 1, 1)):
+        results = []
+        for model in (fast, plain):
+            x = torch.ones(1, 1, 64, dtype=BF16) / 3
+            cache = transformers.DynamicCache(config=model.config)
+            install_kv_cache(model, cache)
+            for index in order:
+                x = model.model.layers[index](x, past_key_values=cache, position_embeddings=rotation)
+            results.append((x.double(), [layer.get_seq_length() for layer in cache.layers]))
+        (a, lengths), (b, expected) = results
+        assert (a - b).abs().max() <= 0.1 * b.abs().max() and lengths == expected
+    assert 2 in native_calls and 1 in native_calls
+
+
+def test_copies_compute_their_own(pair):
+    fast, _ = pair()
+    expected = logits(fast, IDS)
+    other = copy.deepcopy(fast)
+    assert torch.equal(logits(other, IDS), expected)
+    other.model.layers[1].mlp.down_proj.reload(bitline.quantize(torch.zeros(64, 160), "W4A16", group_size=32))
+    assert not torch.equal(logits(other, IDS), expected) and torch.equal(logits(fast, IDS), expected)
+    fast.model.layers[1] = copy.deepcopy(fast.model.layers[1])
+    assert torch.equal(logits(fast, IDS), expected)
+
+
+def test_a_failed_call_of_all_layers_changes_nothing(pair, monkeypatch):
+    fast, _ = pair()
+    expected = logits(fast, IDS)
+    monkeypatch.setattr(native.core(), "decode_layers", lambda *a: -2)  # no memory
+    assert torch.equal(logits(fast, IDS), expected)
+
+
+def test_two_caches_in_turns(pair):
+    fast, _ = pair()
+    expected = logits(fast, IDS)
+    caches, rows = [transformers.DynamicCache(config=fast.config) for _ in range(2)], ([], [])
+    for start, end in ((0, 3), *((i, i + 1) for i in range(3, IDS.shape[1]))):
+        for cache, found in zip(caches, rows, strict=True):
+            found.append(fast(input_ids=IDS[:, start:end], past_key_values=cache).logits[:, -1])
+    assert all(torch.equal(torch.cat(found).double(), expected) for found in rows)
+
+
+def test_forgotten_positions_are_computed_again(pair):
+    fast, _ = pair()
+    expected = logits(fast, IDS)
+    cache = transformers.DynamicCache(config=fast.config)
+    fast(input_ids=IDS[:, :3], past_key_values=cache)
+    fast(input_ids=IDS[:, :1], past_key_values=cache)  # a wrong guess
+    cache.crop(-1)
+    rows = [fast(input_ids=IDS[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(3, IDS.shape[1])]
+    assert torch.equal(torch.cat(rows).double(), expected[1:])

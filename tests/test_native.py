@@ -128,6 +128,26 @@ def test_the_pool_serves_one_caller_at_a_time():
     assert max(wrong) == 0  # a caller whose loops were all refused returns -1
 
 
+@needs_core
+@pytest.mark.parametrize("threads", [2, 3, 9])
+def test_an_awake_team_runs_every_task_once(threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for tasks in (1, 2, 3, 40, 4096):
+            assert core.awake_team_loops(200 if tasks < 100 else 20, tasks) == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_core
+def test_one_team_is_awake_at_a_time():
+    import concurrent.futures
+
+    with concurrent.futures.ThreadPoolExecutor(4) as callers:
+        assert not any(callers.map(lambda _: core.awake_team_loops(200, 10), range(8)))
+
+
 @pytest.fixture
 def three_threads():
     """torch with three threads; the machine counts as quiet behind it."""

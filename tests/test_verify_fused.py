@@ -14,7 +14,7 @@ from bitline.cli.main import app
 from bitline.experts import ExpertStack
 from bitline.kernels.reference import ReferenceLinearKernel
 from bitline.kernels.registry import unregister_kernel
-from bitline.model import decode_step
+from bitline.model.decoder_layer import LayerFields
 from bitline.model.verify_fused import DECODE_STEP
 from command import bitline as command
 from tiny import SETTINGS, compressed, llama, rewrite
@@ -103,8 +103,8 @@ def with_changed_arguments(monkeypatch, change):
     original = core.decode_layer
 
     def wrong(address, *scalars):
-        described = decode_step._DecoderLayer.from_address(address)
-        changed = decode_step._DecoderLayer(*described)
+        described = LayerFields.from_address(address)
+        changed = LayerFields(*described)
         return original(ctypes.addressof(changed), *(change(changed, *scalars) or scalars))
 
     monkeypatch.setattr(core, "decode_layer", wrong)

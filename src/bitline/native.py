@@ -21,7 +21,7 @@ from bitline.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ABI = 7  # bitline_abi() in csrc/isa.cpp
+ABI = 8  # bitline_abi() in csrc/isa.cpp
 LEVELS = ("portable", "avx2", "avx512", "amx", "avx_vnni", "neon", "neon_i8mm")
 THREADS = (
     "none: torch's threads were not found",
@@ -33,7 +33,8 @@ THREADS = (
 SIGNATURES = {
     "bitline_abi": "i", "bitline_isa": "i", "bitline_isa_supported": "i", "bitline_set_isa": "ii",
     "bitline_bind_torch_threads": "is", "bitline_num_threads": "i", "bitline_empty_parallel_regions": "vll",
-    "bitline_pool_loops": "llli", "bitline_adapt_threads": "vi", "bitline_pretend_contended": "vl",
+    "bitline_pool_loops": "llli", "bitline_awake_team_loops": "lll",
+    "bitline_adapt_threads": "vi", "bitline_pretend_contended": "vl",
     "bitline_prefault_pages": "vpl", "bitline_all_finite": "ipliu",
     "bitline_unpack_codes": "vplllip", "bitline_pack_codes": "vplllip", "bitline_take_columns": "ipllliplp",
     "bitline_repack_gptq": "vplllpl", "bitline_repack_gptq_permuted": "iplplilpl", "bitline_repack_awq": "vplllpl",
@@ -46,6 +47,7 @@ SIGNATURES = {
     "bitline_experts": "ipdd",
     "bitline_rms_norm": "vppplld", "bitline_silu_and_mul": "vpppl", "bitline_gemv_bf16": "ipppll",
     "bitline_decode_attention": "ippppppllllld", "bitline_decode_layer": "ipdddd",
+    "bitline_decode_layers": "ipplppppl",
     "bitline_ranks_gather": "ipplp", "bitline_ranks_sum": "ipplipi",
 }  # fmt: skip
 _TYPES: dict[str, Any] = {

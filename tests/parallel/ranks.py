@@ -43,14 +43,14 @@ def forward(model: Any, ids: Any = IDS) -> torch.Tensor:
 def decoded(model: Any) -> tuple[torch.Tensor, int]:
     """Logits of a prompt of three tokens and of those after it, one by one: (float32 [T, V], native calls of decoder layers)."""
     core, cache, calls, rows = native.core(), transformers.DynamicCache(config=model.config), [], []
-    step = core.decode_layer if core else None
-    if core:
-        core.decode_layer = lambda *a: calls.append(1) or step(*a)
+    step = core.decode_layers if core else None
+    if core:  # (fields, scalars, layers, ...)
+        core.decode_layers = lambda *a: calls.extend([1] * a[2]) or step(*a)
     with torch.inference_mode():
         for ids in (IDS[0][:3], *([token] for token in IDS[0][3:] * 4)):
             rows.append(model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1:].float())
     if core:
-        core.decode_layer = step
+        core.decode_layers = step
     return torch.cat(rows), len(calls)
 
 

@@ -18,6 +18,7 @@ from bitline.formats.base import LayerRecord
 from bitline.host import without_default_device
 from bitline.model import decode_step
 from bitline.model.expert_names import top_k_of
+from bitline.model.known_modules import is_known_layer
 from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.meta_model import check_config_sizes, make_config, make_meta_model
 from bitline.model.module_snapshot import snapshot
@@ -68,7 +69,7 @@ class FusedParts:
         native_step = self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.core() is not None
         if not native_step or self.rank is not None or self.policy.batch_invariant or env.no_step():
             return []
-        return [name for name, module in self._loader.model.named_modules() if decode_step.is_known_layer(module)]
+        return [name for name, module in self._loader.model.named_modules() if is_known_layer(module)]
 
     def _spread(self, names: Sequence[str]) -> list[str]:
         """Of parts of one kind, which run the same code, as many as OF_ONE_KIND, the first and the last among them."""

@@ -14,7 +14,7 @@ import torch
 
 from bitline import native
 from bitline.errors import InputError
-from bitline.model import decode_step
+from bitline.model.known_modules import returns_output_of_head
 from bitline.model.verify import find_overflow
 from bitline.parallel import GatherOutput
 
@@ -158,7 +158,7 @@ def _greedy(model: Any, ids: torch.Tensor, count: int, eos_tokens: list[int], st
 def _divided_head(model: Any) -> GatherOutput | None:
     """The head of a model on a tensor-parallel rank, where the largest logit of all ranks can be found without gathering them."""
     head = model.get_output_embeddings()
-    if type(head) is GatherOutput and decode_step.returns_output_of_head(model):
+    if type(head) is GatherOutput and returns_output_of_head(model):
         return head
     return None
 

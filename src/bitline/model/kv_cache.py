@@ -25,6 +25,7 @@ class KVCacheBuffers:
     def __init__(self) -> None:
         self.buffers: tuple[Any, Any] | None = None  # keys, values
         self.length = 0
+        self.ahead: Any = None  # the layer's output, where it was computed with another layer's (decoder_stack.py)
 
     @property
     def is_initialized(self) -> bool:

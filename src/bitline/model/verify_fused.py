@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bitline.errors import summary_of
 from bitline.experts import ExpertStack, QuantExperts, loop_over_experts
 from bitline.linear import QuantLinear
-from bitline.model import decode_step
+from bitline.model.decoder_layer import decode_token
 from bitline.model.kv_cache import kv_cache_layer_class
 from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.module_snapshot import snapshot
@@ -118,7 +118,7 @@ def check_decode_step(layer: Any, reads: Mapping[str, Read], name: str) -> Itera
     for x in inputs.tokens:
         held = cache.filled(inputs.keys, inputs.values)
         with torch.inference_mode():
-            y = decode_step.decode_token(layer, x, inputs.rotation, held, alone=True)
+            y = decode_token(layer, x, inputs.rotation, held, alone=True)
         if y is None:
             return
         fast.append((y, *cache.last(held)))

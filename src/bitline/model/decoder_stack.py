@@ -1,0 +1,204 @@
+"""One token through all decoder layers of a model as one native call.
+
+The first layer's forward computes every layer's output. Each further layer is still called by the model, and returns what was
+computed for it if it is called with exactly the output of the layer before. So whoever calls, replaces or hooks a layer sees the
+same as ever; where anything is hooked or replaced, layers compute one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bitline import native
+from bitline.linear import QuantLinear
+from bitline.model.decoder_layer import (
+    CAPACITY,
+    KEYS,
+    LOST,
+    VALUES,
+    DescribedLayer,
+    LayerFields,
+    described,
+    is_decode_input,
+    native_kv_cache,
+)  # fmt: skip
+
+_SCALARS = 4  # float64 values of csrc/decode_step.h's LayerScalars
+_PLACE = "_bitline_stack_place"
+
+
+class _Ahead(NamedTuple):
+    """What was computed for a layer: its output y at a position, if it is called with this x and rotation."""
+
+    x: Tensor
+    rotation: Any
+    position: int
+    y: Tensor
+
+
+class _Place:
+    """A layer's place in its stack, kept in the layer's `__dict__`. Copies and pickles of the layer are in no stack."""
+
+    def __init__(self, stack: DecoderStack | None = None, index: int = 0) -> None:
+        self.stack, self.index = stack, index
+
+    def __reduce__(self) -> tuple[type[_Place], tuple[()]]:
+        return _Place, ()
+
+
+def join(layers: Iterable[nn.Module]) -> None:
+    """Make one stack of a model's decoder layers, which are called in this order."""
+    members = tuple(layers)
+    stack = DecoderStack(members)
+    for index, layer in enumerate(members):
+        layer.__dict__[_PLACE] = _Place(stack, index)
+
+
+def output_of(layer: Any, x: Tensor, rotation: Any, cache: Any) -> Tensor | None:
+    """A layer's output for one token, computed now with those of all layers behind it or before; None where it has to be computed
+    alone, and then nothing has changed.
+
+    rotation: cos and sin of the position.
+    """
+    place = layer.__dict__.get(_PLACE)
+    if place is None or place.stack is None:
+        return None
+    if place.index == 0:
+        found: Tensor | None = place.stack.run(x, rotation, cache)
+        return found
+    held = native_kv_cache(layer._modules["self_attn"], cache)
+    ahead = None if held is None else held.ahead
+    if ahead is None:
+        return None
+    held.ahead = None
+    if ahead.x is not x or ahead.rotation is not rotation or ahead.position != held.length:
+        return None
+    held.length += 1
+    y: Tensor = ahead.y
+    return y
+
+
+class DecoderStack:
+    """Decoder layers that a model calls one after the other."""
+
+    def __init__(self, layers: tuple[Any, ...]) -> None:
+        self.layers = layers
+        self._prepared: _Prepared | None = None
+
+    def run(self, x: Tensor, rotation: Any, cache: Any) -> Tensor | None:
+        """The first layer's output; the others' are kept for them in their KV caches. None where layers have to be computed one
+        by one, and then nothing has changed.
+        """
+        core, (cos, sin) = native.core(), rotation
+        if core is None or not is_decode_input(self.layers[0], x, cos, sin) or cos.numel() != sin.numel():
+            return None
+        prepared = self._prepared
+        if prepared is None or not prepared.is_current(x.shape[-1], cos.numel()):
+            prepared = self._prepared = _Prepared.of(self.layers, x.shape[-1], cos.numel())
+        if prepared is None:
+            return None
+        caches = prepared.point_to_caches(cache, x.dtype)
+        if caches is None:
+            return None
+        position = caches[0].length
+        y = x.new_empty(len(caches), *x.shape)
+        failed = core.decode_layers(prepared.fields_at, prepared.scalars_at, len(caches), x.data_ptr(), y.data_ptr(),
+                                    cos.data_ptr(), sin.data_ptr(), position)  # fmt: skip
+        if failed:
+            if failed == LOST and prepared.shared is not None:
+                prepared.shared.check(failed)
+            return None
+        outputs = y.unbind(0)
+        for held, before, after in zip(caches[1:], outputs, outputs[1:], strict=False):
+            held.ahead = _Ahead(before, rotation, position, after)
+        caches[0].length += 1
+        return outputs[0]
+
+
+class _Watch:
+    """Values behind functions of many objects, to be compared again: all calls from one place, which takes some 30 ns a value."""
+
+    def __init__(self, function: Callable[[Any], Any], objects: list[Any], same: bool = False) -> None:
+        self.function, self.objects, self.same = function, objects, same
+        self.values = list(map(function, objects))
+
+    def is_unchanged(self) -> bool:
+        found = map(self.function, self.objects)
+        return all(map(is_, found, self.values)) if self.same else list(found) == self.values
+
+
+class _Prepared:
+    """The native call of a stack, and what of its modules must not change while it is used again."""
+
+    def __init__(self, layers: tuple[Any, ...], found: list[DescribedLayer], hidden: int, rotated: int) -> None:
+        self.layers, self.shared = layers, found[0].shared
+        self.sizes = hidden, rotated
+        self.kv_heads, self.head_dim = [layer.kv_heads for layer in found], [layer.head_dim for layer in found]
+        self.fields = (LayerFields * len(found))(*(LayerFields(*layer.fields) for layer in found))
+        self.scalars = (ctypes.c_double * (_SCALARS * len(found)))(*(value for layer in found for value in layer.scalars))
+        self.fields_at, self.scalars_at = ctypes.addressof(self.fields), ctypes.addressof(self.scalars)
+        self.buffers: list[Any] = []  # of the KV caches that `fields` points to
+        self.capacity = 0
+        self.watches = _watches(layers, [tensor for layer in found for tensor in layer.tensors])
+
+    @classmethod
+    def of(cls, layers: tuple[Any, ...], hidden: int, rotated: int) -> _Prepared | None:
+        """None where layers have to be computed one by one."""
+        if any(layer._forward_hooks or layer._forward_pre_hooks or layer.training for layer in layers):
+            return None
+        found: list[DescribedLayer] = []
+        for layer in layers:
+            one = described(layer, hidden, rotated)
+            if one is None or one.shared is not (found[0].shared if found else one.shared):
+                return None
+            found.append(one)
+        return cls(layers, found, hidden, rotated)
+
+    def is_current(self, hidden: int, rotated: int) -> bool:
+        """Whether no module was hooked, replaced or changed since."""
+        return self.sizes == (hidden, rotated) and all(watch.is_unchanged() for watch in self.watches)
+
+    def point_to_caches(self, cache: Any, dtype: torch.dtype) -> list[Any] | None:
+        """The layers' KV caches, with room for one more position, to which `fields` points then; None where they are others."""
+        caches = [native_kv_cache(layer._modules["self_attn"], cache) for layer in self.layers]
+        if any(held is None or held.length != caches[0].length for held in caches):
+            return None
+        buffers = [held.buffers for held in caches]
+        if len(buffers) == len(self.buffers) and all(map(is_, buffers, self.buffers)) and caches[0].length < self.capacity:
+            return caches
+        for held, fields, kv_heads, head_dim in zip(caches, self.fields, self.kv_heads, self.head_dim, strict=True):
+            if not held.reserve(kv_heads, head_dim, dtype, 1):
+                return None
+            keys, values = held.buffers
+            fields[KEYS], fields[VALUES], fields[CAPACITY] = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+        self.buffers = [held.buffers for held in caches]
+        self.capacity = min(fields[CAPACITY] for fields in self.fields)
+        return caches
+
+
+def _watches(layers: tuple[Any, ...], tensors: list[Tensor]) -> list[_Watch]:
+    """What has to stay for the native call to compute what the modules would: their parts, hooks, forwards and settings, and
+    where weights and biases lie.
+    """
+    modules = [module for layer in layers for module in layer.modules()]
+    attributes = [module.__dict__ for module in modules]
+    linears = [module.__dict__ for module in modules if isinstance(module, QuantLinear)]
+    norms = [module for module in modules if "variance_epsilon" in module.__dict__]
+    return [
+        _Watch(type, modules),
+        _Watch(len, [part for own in attributes for part in (own, own["_forward_hooks"], own["_forward_pre_hooks"])]),
+        _Watch(dict.copy, [own["_modules"] for own in attributes if own["_modules"]]),
+        _Watch(itemgetter("forward"), [own for own in attributes if "forward" in own], same=True),
+        _Watch(itemgetter("training"), [layer.__dict__ for layer in layers]),
+        _Watch(itemgetter("_direct"), linears, same=True),
+        _Watch(itemgetter("weight"), [norm._parameters for norm in norms], same=True),
+        _Watch(itemgetter("variance_epsilon"), [norm.__dict__ for norm in norms]),
+        _Watch(itemgetter("scaling"), [layer._modules["self_attn"].__dict__ for layer in layers]),
+        _Watch(Tensor.data_ptr, tensors),
+    ]

@@ -1,0 +1,109 @@
+"""Modules of transformers whose computation is known, by the source of their forward.
+
+A class is recognized by the hash of its forward's source, so a version of transformers that computes something else is not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import sys
+import textwrap
+from typing import Any
+
+from torch import nn
+
+# SHA-256 of known function bodies, unparsed from their syntax trees: without comments, docstrings and annotations.
+_KNOWN_BODIES = {
+    "50b8139e32eaccc8": "rms_norm", "5b8abf7af12a4b42": "mlp", "b139d1b607c01194": "decoder_layer",
+    "edb09e4cdb72174c": "attention", "ea92a9846ca1ecb5": "attention", "992c57d97163d600": "attention",  # Llama, Mistral, Qwen2
+    "457e3a53f1f0cfb6": "attention_qk_norm",  # Qwen3
+    "257620718ecff20c": "apply_rotary_pos_emb", "b92c1a98279c25d0": "rotate_half",
+    "673f5d551ea25302": "causal_lm",  # its logits are the head's output
+    "b9c0eae1e2b38972": "decoder", "5ef674717a323c21": "decoder", "9b8e9bc6275a252a": "decoder",  # Llama, Mistral, Qwen2 to 3
+}  # fmt: skip
+
+
+def module_kind(module: Any) -> str:
+    """What a module of transformers computes, a value of _KNOWN_BODIES; "" where its source is not known."""
+    cls: Any = type(module)
+    return class_kind(cls)
+
+
+@functools.cache
+def class_kind(cls: Any) -> str:
+    """As `module_kind`, of a class."""
+    if cls.__module__.partition(".")[0] != "transformers":
+        return ""
+    kind = _KNOWN_BODIES.get(body_hash(cls.forward), "")
+    if kind.startswith("attention"):  # its forward calls these two
+        names = sys.modules[cls.forward.__module__].__dict__
+        if any(_KNOWN_BODIES.get(body_hash(names.get(name))) != name for name in ("apply_rotary_pos_emb", "rotate_half")):
+            return ""
+    return kind
+
+
+def returns_output_of_head(model: Any) -> bool:
+    """Whether a model's logits are known to be what its head returns."""
+    return _known_model(model) == "causal_lm"
+
+
+def calls_layers_in_order(model: Any) -> bool:
+    """Whether a decoder is known to pass each of its `layers` the output of the one before, and nothing else to touch that."""
+    return _known_model(model) == "decoder"
+
+
+def _known_model(model: Any) -> str:
+    """As `module_kind`, of a model, whose forward has decorators."""
+    cls: Any = type(model)
+    if cls.__module__.partition(".")[0] != "transformers" or "forward" in model.__dict__:
+        return ""
+    return _KNOWN_BODIES.get(body_hash(inspect.unwrap(cls.forward)), "")
+
+
+def body_hash(function: Any) -> str:
+    """The hash of a function's body; "" where it has no source, or where another function wraps it."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is not None:  # transformers' gradient checkpointing, which acts in training only
+        code = getattr(function, "__code__", None)
+        if code is None or code.co_name != "forward_with_checkpointing":
+            return ""
+        function = inner
+    if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
+        return ""
+    try:
+        node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError, TypeError):
+        return ""
+    assert isinstance(node, ast.FunctionDef)
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return hashlib.sha256("\n".join(map(ast.unparse, body)).encode()).hexdigest()[:16]
+
+
+def is_known_layer(layer: Any) -> bool:
+    """Whether a module is a decoder layer that native code can compute, and its parts are known too."""
+    if module_kind(layer) != "decoder_layer":
+        return False
+    parts = [layer._modules.get(name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")]
+    if any(part is None for part in parts):
+        return False
+    attention, mlp, *norms = parts
+    return are_known_parts(attention, mlp) and all(module_kind(norm) == "rms_norm" for norm in norms)
+
+
+def are_known_parts(attention: Any, mlp: Any) -> bool:
+    """Whether native code can compute a decoder layer's attention and MLP."""
+    return (
+        module_kind(attention).startswith("attention")
+        and module_kind(mlp) == "mlp"
+        and type(mlp._modules.get("act_fn")) in _silu_classes()
+    )
+
+
+@functools.cache
+def _silu_classes() -> tuple[type, ...]:
+    from transformers.activations import SiLUActivation
+
+    return nn.SiLU, SiLUActivation
