@@ -95,8 +95,8 @@ def run_quantized(
     plan = plan_of(spec, max(2, codes.shape[0]), bias is not None, codes.get_device())
     if bias is not None and bias.data_ptr() % 16:
         bias = bias.clone()
-    scheme = w4a8_scheme(spec).x if check_w4a8(spec) else scaled_scheme(spec)
-    return plan.multiply(laid_out(codes, scales, zero, scheme, plan.space.stride, plan.fragment_order), packed, bias)
+    x = laid_out(codes, scales, zero, plan.scheme_of_x, plan.space.stride, plan.fragment_order)
+    return plan.multiply(x, packed, bias)
 
 
 class EagerScaledLinear:

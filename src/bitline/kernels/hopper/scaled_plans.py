@@ -51,6 +51,7 @@ class LaunchPlan:
     """What the kernels with 8-bit activations share: the binary, y, and tensor maps by address."""
 
     kernel_name: str
+    scheme_of_x: ScaledScheme
     space: Space
     fragment_order = False  # of the scales of x, see `device.quantize.scale_position`
 
@@ -109,9 +110,9 @@ class OneLaunchPlan(LaunchPlan):
         """Compile, and run for this call. x: any tensor of its dtype where it is `quantized` already."""
         raise NotImplementedError
 
-    def new_x(self, scheme: ScaledScheme, x: Tensor) -> QuantizedX:
+    def new_x(self, x: Tensor) -> QuantizedX:
         """Memory for the quantized x, for the call that compiles."""
-        return self.space.of(scheme, x.new_empty(self.space.bytes, dtype=torch.uint8))
+        return self.space.of(self.scheme_of_x, x.new_empty(self.space.bytes, dtype=torch.uint8))
 
     def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
         """Launch."""
@@ -156,7 +157,6 @@ class OneLaunchPlan(LaunchPlan):
 class QuantizedFirstPlan(LaunchPlan):
     """Launches of `quantize_x` and a persistent kernel, for one M."""
 
-    scheme_of_x: ScaledScheme
     quantize: QuantizePlan
     workspace_size: int
     y_shape: tuple[int, int]
@@ -223,7 +223,8 @@ class _ScaledPlan(LaunchPlan):
 
     def __init__(self, spec: LinearSpec, scheme: ScaledScheme, has_bias: bool) -> None:
         super().__init__(spec, scheme.with_bias(has_bias), -(-scheme.columns // K_BLOCK))
-        self.scheme, self.scale_columns = scheme, spec.grid[1]
+        self.scheme = self.scheme_of_x = scheme
+        self.scale_columns = spec.grid[1]
 
     def weight_map(self, weight: Tensor, map_format: tuple[Any, ...]) -> Maps:
         """The launcher's arguments for W, shared by all M."""
@@ -290,7 +291,7 @@ class ScaledSmallMPlan(OneLaunchPlan, _ScaledPlan):
     ) -> None:
         """See OneLaunchPlan."""
         gluon, c = runtime.gluon(), self.config
-        codes, x_scales, x_zeros = quantized or self.new_x(self.scheme, x)
+        codes, x_scales, x_zeros = quantized or self.new_x(x)
         flags = workspace(x, self.workspace_size, stream)[1]
         weight, scale, colsum, static_scale, static_zero = packed
         descriptor = gluon.TensorDescriptor.from_tensor
@@ -360,7 +361,7 @@ class _ScaledQuantizedFirstPlan(QuantizedFirstPlan, _ScaledPlan):
 
     def __init__(self, spec: LinearSpec, scheme: ScaledScheme, m: int, has_bias: bool, c: PersistentConfig, traits: Any) -> None:
         super().__init__(spec, scheme, has_bias)
-        self.scheme_of_x, self.space = scheme, Space(scheme, m, 16)
+        self.space = Space(scheme, m, 16)
         self.quantize = QuantizePlan(scheme, m, self.k8, self.space, self.fragment_order)
         tiles_m, tiles_n = -(-m // c.cta_m), -(-spec.n // (64 * c.n64_per_cta))
         ctas, whole_tiles, stream_k_stages = stream_k_partition(tiles_m * tiles_n, self.num_k_blocks, c.num_ctas)

@@ -44,7 +44,7 @@ class _W4A8Plan(LaunchPlan):
 
     def __init__(self, spec: LinearSpec, scheme: W4A8Scheme, has_bias: bool) -> None:
         super().__init__(spec, scheme.with_bias(has_bias), -(-spec.k // 128))
-        self.scheme, self.num_n16 = scheme, -(-spec.n // 16)
+        self.scheme, self.scheme_of_x, self.num_n16 = scheme, scheme.x, -(-spec.n // 16)
 
     def matrix(self, weight: Tensor) -> tuple[int, int]:
         """Shape of a packed tensor as its tensor map sees it."""
@@ -114,7 +114,7 @@ class W4A8SmallMPlan(OneLaunchPlan, _W4A8Plan):
     ) -> None:
         """See OneLaunchPlan."""
         gluon, c = runtime.gluon(), self.config
-        codes, x_scales, x_zeros = quantized or self.new_x(self.scheme.x, x)
+        codes, x_scales, x_zeros = quantized or self.new_x(x)
         flags = workspace(x, self.workspace_size, stream)[1]
         weight, scale, static_scale, static_zero = packed
         descriptor, grouped = gluon.TensorDescriptor.from_tensor, self.traits.scaled_in_groups
@@ -140,7 +140,7 @@ class W4A8PersistentPlan(QuantizedFirstPlan, _W4A8Plan):
     ) -> None:
         super().__init__(spec, scheme, has_bias)
         c = self.config = fit_persistent_stages(config or w4a8_persistent_config(m, spec.n, spec.k, scheme, sms), scheme)
-        self.scheme_of_x, self.space = scheme.x, Space(scheme.x, m, 16)
+        self.space = Space(scheme.x, m, 16)
         self.quantize = QuantizePlan(scheme.x, m, self.k8, self.space, False)
         tiles_m, tiles_n = -(-m // c.cta_m), -(-spec.n // 128)
         ctas, whole_tiles, stream_k_stages = stream_k_partition(tiles_m * tiles_n, self.num_k_blocks, c.num_ctas)
