@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from bitline import LinearSpec, Platform, Policy, choose, timing, tuning, types
 from bitline.errors import InputError
 from bitline.kernels.reference import ReferenceLinearKernel
 from bitline.model import tune as tuner
+from bitline.model.merge_weights import merged_spec
+from bitline.model.merged_specs import is_faster
 from command import bitline as command
 from test_cli_explain import documented, keys, text
 from test_select import entry
@@ -19,6 +23,7 @@ from tiny import compressed, llama
 SPEC = LinearSpec(64, 128, types.uint4b8, (1, 32), act_dtype=torch.float32)
 BIG = SPEC.replace(n=128)
 HERE = Platform.detect("cpu")
+REFERENCE = Policy(kernel="ReferenceLinearKernel")
 
 
 @pytest.fixture(autouse=True)
@@ -225,6 +230,65 @@ def test_load_model_tunes_what_is_not_known(folder, monkeypatch):
     assert bitline.load_model(folder, dtype=torch.float32, tune=True) and asked[1][1][-1] == tuner.DEFAULT_SECONDS
     with pytest.raises(InputError, match="time limit"):
         bitline.load_model(folder, tune=-1)
+
+
+def test_load_model_tunes_merged_layers_and_not_their_parts(folder, monkeypatch):
+    asked = []
+    real = tuner.tune
+    monkeypatch.setattr(tuner, "tune", lambda specs, *args, **options: asked.append(specs) or real(specs, *args, **options))
+    model = bitline.load_model(folder, dtype=torch.float32, policy=REFERENCE, tune=20, merge=True)
+    layers = [module for _, module in quant_linears(model)]
+    assert len(layers) == 8 and dict(Counter(module.spec for module in layers)) == asked[0]
+    assert all(module.choice.best.measured_here for module in layers)
+
+
+def test_the_layers_that_a_merged_model_runs(folder):
+    checkpoint = bitline.open_checkpoint(folder)
+    apart = tuner.specs_of(checkpoint, torch.float32)
+    assert tuner.specs_to_run(checkpoint, torch.float32, "cpu") == apart  # where load_model does not merge by default
+    assert tuner.specs_to_run(checkpoint, torch.float32, "cpu", REFERENCE, False) == apart
+    names = [name for names in tuner.specs_to_run(checkpoint, torch.float32, "cpu", REFERENCE, True).values() for name in names]
+    assert sorted(names) == sorted(
+        f"model.layers.{i}.{leaf}"
+        for i in range(2)
+        for leaf in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    )
+
+
+def records(spec, names):
+    return SimpleNamespace(layers=lambda: [SimpleNamespace(name=name, spec=spec) for name in names])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC.replace(act_order=True), SPEC.replace(input_multiplier=True),
+        LinearSpec(64, 128, types.int8, (1, 128), act=bitline.ActSpec(types.int8, False, "tensor")),
+        LinearSpec(64, 128, types.float4_e2m1, (1, 16), scale_dtype=torch.float8_e4m3fn, scale2_block=(64, 128)),
+    ],
+    ids=["order", "multiplier", "static", "global scale"],
+)  # fmt: skip
+def test_parts_whose_values_may_differ_are_tuned_too(spec):
+    names = ["mlp.gate_proj", "mlp.up_proj"]
+    found = tuner.specs_to_run(records(spec, names), torch.float32, "cpu", REFERENCE, True)
+    part, whole = (s.replace(act_dtype=torch.float32, input_multiplier=False) for s in (spec, merged_spec([spec, spec])))
+    assert found == {part: names, whole: ["mlp.gate_up_proj"]}
+
+
+def test_experts_and_names_of_gguf_files():
+    names = ["blk.0.ffn_gate.weight", "blk.0.ffn_up.weight", "mlp.experts.3.gate_proj", "mlp.experts.3.up_proj"]
+    found = tuner.specs_to_run(records(SPEC, names), torch.float32, "cpu", REFERENCE, True)
+    assert found == {SPEC: names[2:], SPEC.replace(n=128): ["blk.0.ffn_gate+ffn_up"]}
+
+
+def test_what_is_merged_does_not_depend_on_measured_times():
+    """Else tuning merged layers could leave them apart, as layers that were not tuned."""
+    assert is_faster(BIG, [SPEC, SPEC], HERE, Policy())
+    apart = 2 * choose(SPEC, HERE, Policy()).best.estimated_score
+    tuning.save(HERE, {tuning.key_of(BIG): tuning.LayerTimes({"ReferenceLinearKernel": {1: 1e-8, 256: 1e-8}})})
+    best = choose(BIG, HERE, Policy()).best
+    assert best.name == "ReferenceLinearKernel" and best.estimated_score > apart
+    assert is_faster(BIG, [SPEC, SPEC], HERE, Policy())
 
 
 def quant_linears(model):

@@ -3,13 +3,12 @@
 import copy
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bitline import InputError, Platform, choose, types
-from bitline.kernels.hopper import runtime, scaled_linear, workspace
+from bitline.kernels.hopper import scaled_linear
 from bitline.kernels.hopper.config import SMEM_BYTES, LargeMConfig, WgmmaConfig
 from bitline.kernels.hopper.scaled_config import (
     SCALED_SMALL_M,
@@ -123,41 +122,6 @@ def test_costs_grow_and_the_kernel_is_chosen():
             Platform.parse("cuda:sm90")
         )
         assert choose(spec, "cuda:sm80").kernel is not GluonHopperScaledMMLinearKernel
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    """A device that runs nothing: `calls` are the launches, `maps` the tensor maps made."""
-    fake = SimpleNamespace(calls=[], maps=[], stream=7, capturing=False)
-
-    def fill_tensor_map(address, swizzle, size, dtype, box, shape, strides, padding):
-        fake.maps.append((address, tuple(shape)))
-        return ("map", address, tuple(shape))
-
-    def compile_and_run(kernel, num_ctas, args, constants, options):
-        descriptors = [a for a in args if isinstance(a, tuple)]
-        formats = tuple((0, 1, 1, *box) for _, box, _ in descriptors)
-        launch = lambda *a: fake.calls.append((kernel, len(args) + len(constants), a))
-        return runtime.Binary(launch, ("function",), False, formats, {})
-
-    names = ("quantize_x", "scaled_small_m", "scaled_persistent", "scaled_large_m")
-    gluon = SimpleNamespace(
-        **{name: name for name in names}, fill_tensor_map=fill_tensor_map, swizzle128=0, swizzle128_bytes=0, plain32=0,
-        TensorDescriptor=SimpleNamespace(from_tensor=lambda *a: a),
-    )  # fmt: skip
-    monkeypatch.setattr(runtime, "gluon", lambda: gluon)
-    monkeypatch.setattr(runtime, "compile_and_run", compile_and_run)
-    monkeypatch.setattr(runtime, "raw_stream", lambda index: fake.stream)
-    monkeypatch.setattr(scaled_linear, "raw_stream", lambda index: fake.stream)
-    monkeypatch.setattr(runtime, "is_capturing", lambda: fake.capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: None))
-    empty = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
-    monkeypatch.setattr(runtime, "fast_empty", lambda: empty)
-    monkeypatch.setattr(scaled_linear, "fast_empty", lambda: empty)
-    monkeypatch.setattr(scaled_linear, "num_sms", lambda index: 132)
-    for module, name in ((runtime, "binaries"), (workspace, "_by_stream"), (workspace, "_flag_pools"), (scaled_linear, "_plans")):
-        monkeypatch.setattr(module, name, {})
-    return fake
 
 
 @pytest.mark.parametrize("spec", [FP8, BLOCKS, INT8.replace(bias=True)], ids=["fp8", "blocks", "int8 bias"])

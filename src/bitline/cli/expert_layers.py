@@ -11,12 +11,9 @@ import torch
 from bitline.checkpoint import Checkpoint
 from bitline.expert_counts import active_experts, tokens_per_expert
 from bitline.experts import expert_policy
-from bitline.model.expert_names import TOP_K_KEYS
+from bitline.model.expert_names import EXPERT_LAYER, TOP_K_KEYS, expert_number
 from bitline.select import Policy
 from bitline.types import LinearSpec
-
-# experts.3.up_proj, experts.gate_up_proj.3, blk.0.ffn_up_exps.3
-_EXPERT = re.compile(r"(?:^|\.)experts\.(?:\w+\.)?(\d+)(?:\.|$)|_exps\.(\d+)$")
 
 
 class Experts(NamedTuple):
@@ -52,15 +49,9 @@ def experts_of(names: Sequence[str], checkpoint: Checkpoint, dtype: torch.dtype)
     return Experts(count, min(_top_k(checkpoint), count), tuple(layers))
 
 
-def expert_number(name: str) -> int | None:
-    """The number of the expert that a layer of a checkpoint belongs to."""
-    found = _EXPERT.search(name)
-    return None if found is None else int(found[1] or found[2])
-
-
 def _module(name: str) -> str:
     """The module of the experts that a layer belongs to, or its block's name in a GGUF file."""
-    found = _EXPERT.search(name)
+    found = EXPERT_LAYER.search(name)
     assert found is not None
     return re.sub(r"\.ffn_\w+$", "", name[: found.start()])
 

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from bitline.checkpoint import Checkpoint
-from bitline.cli.expert_layers import Experts, expert_number, experts_of
+from bitline.cli.expert_layers import Experts, experts_of
 from bitline.cli.render import layer_names
 from bitline.cli.shard_specs import shard_specs
 from bitline.errors import BitlineError, InputError
+from bitline.model.expert_names import expert_number
 from bitline.model.rank_plan import LayerOnRanks, RankPlan
 from bitline.types import LinearSpec
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from bitline import tuning
-from bitline.checkpoint import Checkpoint, open_checkpoint
+from bitline.checkpoint import open_checkpoint
 from bitline.cli.console import out
 from bitline.cli.fetch import local_path
 from bitline.cli.options import device_of, dtype_of, policy_of
@@ -21,7 +21,7 @@ from bitline.cli.render import hanging, layer_names, put, table
 from bitline.cli.scheme_text import scheme_text
 from bitline.errors import InputError
 from bitline.model.meta_model import default_dtype
-from bitline.model.tune import KernelTimes, TunedLayer, specs_of, tune
+from bitline.model.tune import KernelTimes, TunedLayer, specs_to_run, tune
 from bitline.platform import Platform
 from bitline.rtn import SCHEMES, scheme_spec
 from bitline.select import format_seconds, short_name
@@ -43,7 +43,10 @@ def tune_report(
     platform, policy = Platform.detect(target), policy_of(None, None, False, m=sizes)
     checkpoint = open_checkpoint(local_path(model)) if model is not None else None
     act_dtype = asked or default_dtype(checkpoint, platform)
-    layers = _layers(checkpoint, shape, scheme, act_dtype)
+    if checkpoint is not None:
+        layers = specs_to_run(checkpoint, act_dtype, target, policy)
+    else:
+        layers = _one_layer(shape or "", scheme, act_dtype)
     with progress_bars(quiet=quiet) as progress:
         done = tune(
             {spec: len(names) for spec, names in layers.items()}, target, policy, seconds,
@@ -57,10 +60,8 @@ def tune_report(
     }  # fmt: skip
 
 
-def _layers(checkpoint: Checkpoint | None, shape: str | None, scheme: str, act_dtype: torch.dtype) -> dict[LinearSpec, list[str]]:
-    if checkpoint is not None:
-        return specs_of(checkpoint, act_dtype)
-    found = _SHAPE.fullmatch((shape or "").strip())
+def _one_layer(shape: str, scheme: str, act_dtype: torch.dtype) -> dict[LinearSpec, list[str]]:
+    found = _SHAPE.fullmatch(shape.strip())
     if found is None:
         raise typer.BadParameter("give N and K as in 4096x11008", param_hint="--shape")
     try:

@@ -11,13 +11,14 @@ from rich.text import Text
 
 from bitline.checkpoint import open_checkpoint
 from bitline.cli.console import out
-from bitline.cli.expert_layers import expert_number, experts_of
+from bitline.cli.expert_layers import experts_of
 from bitline.cli.fetch import local_path
 from bitline.cli.options import device_of, dtype_of
 from bitline.cli.progress import progress_bars
 from bitline.cli.render import put, table
 from bitline.errors import CheckpointError
 from bitline.formats.base import LayerRecord
+from bitline.model.expert_names import expert_number
 from bitline.model.fused_parts import FusedParts
 from bitline.model.layer_check import LayerCheck
 from bitline.model.meta_model import default_dtype

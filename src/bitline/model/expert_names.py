@@ -10,6 +10,8 @@ UP_NAMES = ("gate_up_proj", "up_proj")  # the first projection, gated or not
 DOWN_NAME = "down_proj"
 # Keys of configurations for the number of experts of a token
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
+# experts.3.up_proj, experts.gate_up_proj.3, blk.0.ffn_up_exps.3
+EXPERT_LAYER = re.compile(r"(?:^|\.)experts\.(?:\w+\.)?(\d+)(?:\.|$)|_exps\.(\d+)$")
 _GGUF_STACK = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps(?:\.(\d+))?")
 
 
@@ -17,6 +19,12 @@ def top_k_of(config: Any) -> int:
     """Experts of a token by transformers' configuration; 1 where it does not say."""
     config = config.get_text_config()
     return next((v for key in TOP_K_KEYS if isinstance(v := getattr(config, key, None), int) and v > 0), 1)
+
+
+def expert_number(name: str) -> int | None:
+    """The number of the expert that a layer of a checkpoint belongs to."""
+    found = EXPERT_LAYER.search(name)
+    return None if found is None else int(found[1] or found[2])
 
 
 class ExpertPlace(NamedTuple):

@@ -88,7 +88,11 @@ def load_model(
     platform = Platform.detect(device)  # refuses a device that is not here before anything is read
     dtype = default_dtype(checkpoint, platform) if dtype is None else floating_dtype(dtype)
     if tune:
-        counts = {spec: len(names) for spec, names in tuner.specs_of(checkpoint, dtype).items()}
+        if ranks is None:
+            layers = tuner.specs_to_run(checkpoint, dtype, device, policy, merge)
+        else:
+            layers = tuner.specs_of(checkpoint, dtype)
+        counts = {spec: len(names) for spec, names in layers.items()}
         tuner.tune(counts, device, policy, tuner.DEFAULT_SECONDS if tune is True else tune, again=False)
     if ranks is not None:
         ranks.check_same(_facts(checkpoint, dtype, policy, ranks, merge=merge), device)

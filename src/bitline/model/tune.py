@@ -22,6 +22,8 @@ from bitline import tuning
 from bitline.checkpoint import Checkpoint
 from bitline.errors import InputError, summary_of
 from bitline.kernels import registry
+from bitline.model.expert_names import expert_number
+from bitline.model.merged_specs import may_differ, merged_kinds
 from bitline.platform import Platform, as_device
 from bitline.select import Candidate, Choice, Policy, choose
 from bitline.testing.generators import inputs, random_weight
@@ -93,6 +95,38 @@ def specs_of(checkpoint: Checkpoint, act_dtype: torch.dtype) -> dict[LinearSpec,
     for record in checkpoint.layers():
         found.setdefault(record.spec.replace(act_dtype=act_dtype, input_multiplier=False), []).append(record.name)
     return found
+
+
+def specs_to_run(
+    checkpoint: Checkpoint,
+    act_dtype: torch.dtype,
+    device: torch.device | str,
+    policy: Policy | str | None = None,
+    merge: bool | None = None,
+) -> dict[LinearSpec, list[str]]:
+    """`specs_of` the layers that `load_model` makes: those that it packs as one in the place of their parts.
+
+    No weight is read. Where values decide whether parts are merged (`may_differ`), the parts are there too.
+
+    Args:
+        checkpoint: The layers.
+        act_dtype: Of their inputs.
+        device: Where they run.
+        policy: As in `load_model`.
+        merge: As in `load_model`.
+    """
+    found, device = specs_of(checkpoint, act_dtype), as_device(device)
+    if merge is False or (merge is None and device.type == "cpu"):
+        return found
+    plain = [record for record in checkpoint.layers() if expert_number(record.name) is None]
+    spec_of = {record.name: record.spec.replace(act_dtype=act_dtype) for record in plain}
+    merged: set[str] = set()
+    for kind in merged_kinds(spec_of, Platform.detect(device), Policy.of(policy)):
+        found.setdefault(kind.spec.replace(input_multiplier=False), []).extend(kind.merged_names())
+        if not any(map(may_differ, kind.parts)):
+            merged.update(*kind.names)
+    left = {spec: [name for name in names if name not in merged] for spec, names in found.items()}
+    return {spec: names for spec, names in left.items() if names}
 
 
 def tune(

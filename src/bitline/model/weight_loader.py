@@ -24,13 +24,14 @@ from bitline.model.expert_names import DOWN_NAME, top_k_of
 from bitline.model.gguf_names import GGUFNameMap
 from bitline.model.merge import install, sibling_names
 from bitline.model.merge_weights import merge_key, merge_weights
+from bitline.model.merged_specs import is_faster
 from bitline.model.meta_model import materialize_buffers
 from bitline.model.safetensors_names import NameMap, SafetensorsNameMap
 from bitline.model.tensor_parallel import ParallelPlan, without_activation_quantization
 from bitline.model.weight_info import add_weight_info
 from bitline.parallel import TensorParallel
 from bitline.platform import Platform
-from bitline.select import Policy, choose
+from bitline.select import Policy
 from bitline.types import LinearSpec
 from bitline.weight import QuantizedWeight
 
@@ -77,7 +78,7 @@ class WeightLoader:
         self.loaded: set[str] = set()
         self.quantized: dict[str, LayerRecord] = {}
         self.read_weight: dict[str, Callable[[], QuantizedWeight]] = {}
-        self.seconds: dict[tuple[LinearSpec, torch.device], float] = {}
+        self.faster: dict[Hashable, bool] = {}
         self.dense_experts = UnquantizedExperts(checkpoint.path)
 
     def load(self) -> None:
@@ -398,16 +399,12 @@ class WeightLoader:
         return True
 
     def _is_faster(self, merged: QuantizedWeight, weights: Sequence[QuantizedWeight], device: torch.device) -> bool:
-        """Whether one call is estimated to take no longer than one for each."""
-        one, *parts = (self._seconds(w.spec, device) for w in (merged, *weights))
-        return one <= sum(parts)
-
-    def _seconds(self, spec: LinearSpec, device: torch.device) -> float:
-        """Estimated time of a layer per token, the same for all layers of a spec."""
-        if (spec, device) not in self.seconds:
-            chosen = choose(spec, Platform.detect(device), Policy.of(self.policy))
-            self.seconds[spec, device] = chosen.best.estimated_score
-        return self.seconds[spec, device]
+        """`is_faster`, which is the same for all layers of these specs."""
+        parts = tuple(w.spec for w in weights)
+        key = merged.spec, parts, device
+        if key not in self.faster:
+            self.faster[key] = is_faster(merged.spec, parts, Platform.detect(device), Policy.of(self.policy))
+        return self.faster[key]
 
     def _module_of(self, target: str, record: LayerRecord) -> nn.Module | None:
         """The model's module for a quantized layer; None for a layer that the model may leave out."""

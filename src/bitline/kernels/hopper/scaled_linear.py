@@ -14,6 +14,7 @@ from bitline.errors import InputError
 from bitline.kernels.base import Kernel, Packed
 from bitline.kernels.hopper.launch import num_sms
 from bitline.kernels.hopper.linear import GluonHopperLinearKernel
+from bitline.kernels.hopper.quantized_x import laid_out
 from bitline.kernels.hopper.runtime import fast_empty, prepare, raw_stream
 from bitline.kernels.hopper.scaled_config import SCALED_SMALL_M, m_bucket
 from bitline.kernels.hopper.scaled_heuristics import estimated_us
@@ -58,13 +59,18 @@ def _new_plan(spec: LinearSpec, m: int, has_bias: bool, sms: int) -> Plan:
     return ScaledSmallMPlan(spec, scheme, m, has_bias, sms) if small else persistent_plan(spec, scheme, m, has_bias, sms)
 
 
+def _check_device(x: Tensor, weight: Tensor) -> None:
+    """InputError where x is not on the weight's GPU: the launcher takes any address."""
+    device = x.get_device()
+    if device < 0 or weight.get_device() != device:
+        raise InputError("a layer of this kernel and its input are on one GPU", found=f"an input on {x.device}, weights on "
+                         f"{weight.device}", fix="move them, or choose a kernel for the weight's device")  # fmt: skip
+
+
 def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """y [M, N]; x [M, K] contiguous. InputError where x is not on the weight's GPU."""
-    device = x.get_device()
-    if device < 0 or packed[0].get_device() != device:  # the launcher takes any address
-        raise InputError("a layer of this kernel and its input are on one GPU", found=f"an input on {x.device}, weights on "
-                         f"{packed[0].device}", fix="move them, or choose a kernel for the weight's device")  # fmt: skip
-    plan = plan_of(spec, x.shape[0], bias is not None, device)
+    _check_device(x, packed[0])
+    plan = plan_of(spec, x.shape[0], bias is not None, x.get_device())
     if spec.k % 8:
         x = pad(x, (0, -spec.k % 8))
     elif x.data_ptr() % 16:
@@ -74,6 +80,23 @@ def run(x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSp
     if spec.act is not None and is_dynamic_per_tensor(spec.act):
         packed = (*packed[:-2], scale_of(x, spec.act), packed[-1])
     return plan(x, packed, bias)
+
+
+def run_quantized(
+    codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+) -> Tensor:
+    """y [M, N] of codes [M, K], scales and zero points as in `Kernel.apply_quantized`. InputError as `run`.
+
+    The kernels are those of `run` for the same M, so that the bits are the same. With M = 1 that for M up to 8, whose tiles and
+    sums are the same: only a launch for M = 1 may have each CTA quantize x for itself.
+    """
+    for tensor in (codes, scales) if zero is None else (codes, scales, zero):
+        _check_device(tensor, packed[0])
+    plan = plan_of(spec, max(2, codes.shape[0]), bias is not None, codes.get_device())
+    if bias is not None and bias.data_ptr() % 16:
+        bias = bias.clone()
+    x = laid_out(codes, scales, zero, plan.scheme_of_x, plan.space.stride, plan.fragment_order)
+    return plan.multiply(x, packed, bias)
 
 
 class EagerScaledLinear:
@@ -138,6 +161,7 @@ class GluonHopperScaledMMLinearKernel(Kernel):
     backend = "gluon"
     families: ClassVar[tuple[str, ...]] = ("int8", "fp8", "fp8_block")
     quantizes_input = True
+    takes_quantized_input = True
     priority = 20
     measured = ("sm90",)
     act_dtypes = (torch.bfloat16, torch.float16)
@@ -185,6 +209,13 @@ class GluonHopperScaledMMLinearKernel(Kernel):
         if x.shape[0] == 0:
             return x.new_empty(0, spec.n)
         return run(x, packed, bias, spec)
+
+    @classmethod
+    def apply_quantized(
+        cls, codes: Tensor, scales: Tensor, zero: Tensor | None, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> Tensor:
+        """See Kernel.apply_quantized."""
+        return run_quantized(codes, scales, zero, packed, bias, spec)
 
     @classmethod
     def eager(cls, packed: Sequence[Tensor], bias: Tensor | None, spec: LinearSpec) -> EagerScaledLinear | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from bitline.kernels.hopper import runtime
 from bitline.kernels.hopper.config import LargeMConfig, PersistentConfig, WgmmaConfig
 from bitline.kernels.hopper.heuristics import stream_k_partition
+from bitline.kernels.hopper.quantized_x import QuantizedX
 from bitline.kernels.hopper.runtime import Binary, TypedPointer, remember, tensor_map
 from bitline.kernels.hopper.scaled_config import (
     WHOLE_ROW,
@@ -36,20 +37,23 @@ class Space:
         self.zero = self.scale + -(-self.groups * self.stride * 4 // 128) * 128
         self.bytes = self.zero + copies * self.stride * 4
 
-    def tensors(self, scheme: ScaledScheme, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, scales and zero points of their own, for the call that compiles."""
+    def of(self, scheme: ScaledScheme, memory: Tensor) -> QuantizedX:
+        """The tensors that lie in `memory`, for the call that compiles."""
         dtype = torch.float8_e4m3fn if scheme.act.fp8 else torch.int8
-        return (
-            torch.empty(self.rows, scheme.columns, dtype=dtype, device=device),
-            torch.empty(self.groups, self.stride, device=device),
-            torch.empty(self.rows * self.stride, dtype=torch.int32, device=device),
-        )
+        scales, zeros = memory[self.scale : self.zero].view(torch.float32), memory[self.zero : self.bytes].view(torch.int32)
+        return QuantizedX(
+            memory[: self.rows * scheme.columns].view(dtype).view(self.rows, scheme.columns),
+            scales[: self.groups * self.stride].view(self.groups, self.stride), zeros,
+        )  # fmt: skip
 
 
 class LaunchPlan:
     """What the kernels with 8-bit activations share: the binary, y, and tensor maps by address."""
 
     kernel_name: str
+    scheme_of_x: ScaledScheme
+    space: Space
+    fragment_order = False  # of the scales of x, see `device.quantize.scale_position`
 
     def __init__(self, spec: LinearSpec, traits: Any, num_k_blocks: int) -> None:
         self.spec = spec  # kept alive, so that its id is not used again
@@ -69,7 +73,8 @@ class LaunchPlan:
 
     def new_y(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """An uninitialized y."""
-        y: Tensor = self.empty(shape, (shape[1], 1), x.dtype) if self.empty else x.new_empty(shape)
+        dtype = self.spec.act_dtype
+        y: Tensor = self.empty(shape, (shape[1], 1), dtype) if self.empty else x.new_empty(shape, dtype=dtype)
         return y
 
     def prepare(self, m: int, packed: Sequence[Tensor], bias: Tensor | None) -> tuple[Any, ...]:
@@ -80,21 +85,34 @@ class LaunchPlan:
         """Launch."""
         raise NotImplementedError
 
+    def multiply(self, x: QuantizedX, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """y [M, N] of an x that is quantized already, with the scales in groups `space.stride` apart."""
+        raise NotImplementedError
+
 
 class OneLaunchPlan(LaunchPlan):
     """A launch that quantizes x itself, in a workspace. `prepare` gives the maps of W, and all arguments after the flags."""
 
-    space: Space
     workspace_size: int
     num_ctas: int
 
-    def x_maps(self, address: int) -> Maps:
-        """The launcher's arguments for what is loaded of x in a workspace."""
+    def x_maps(self, codes: int, scales: int, rows: int) -> Maps:
+        """The launcher's arguments for what is loaded of the codes [rows, …] and scales of x at two addresses."""
         raise NotImplementedError
 
-    def _compile(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, stream: int) -> None:
-        """Compile, and run for this call."""
+    def prepare(self, m: int, packed: Sequence[Tensor], bias: Tensor | None, quantizes: bool = True) -> tuple[Any, ...]:
+        """See LaunchPlan. quantizes: whether the launch quantizes x."""
         raise NotImplementedError
+
+    def _compile(
+        self, x: Tensor, quantized: QuantizedX | None, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, stream: int
+    ) -> None:
+        """Compile, and run for this call. x: any tensor of its dtype where it is `quantized` already."""
+        raise NotImplementedError
+
+    def new_x(self, x: Tensor) -> QuantizedX:
+        """Memory for the quantized x, for the call that compiles."""
+        return self.space.of(self.scheme_of_x, x.new_empty(self.space.bytes, dtype=torch.uint8))
 
     def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
         """Launch."""
@@ -103,10 +121,9 @@ class OneLaunchPlan(LaunchPlan):
         base = space if isinstance(space, int) else space.data_ptr()
         binary, at = self.binary, self.space
         assert binary is not None
-        binary(
-            self.num_ctas, stream,
-            (*self.x_maps(base), *weight_map, x.data_ptr(), y.data_ptr(), base, base + at.scale, base + at.zero, flags, *tail),
-        )  # fmt: skip
+        x_maps = self.x_maps(base, base + at.scale, at.rows)
+        pointers = (base, base + at.scale, base + at.zero, flags)
+        binary(self.num_ctas, stream, (*x_maps, *weight_map, x.data_ptr(), y.data_ptr(), *pointers, *tail))
 
     def __call__(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """y [M, N]; x [M, 8 * k8], aligned to 16 bytes."""
@@ -114,24 +131,46 @@ class OneLaunchPlan(LaunchPlan):
         y = self.new_y(x, (m, self.spec.n))
         stream = runtime.raw_stream(x.get_device())
         if self.find_binary(x.get_device()) is None:
-            self._compile(x, packed, bias, y, stream)
+            self._compile(x, None, packed, bias, y, stream)
         else:
             self.run(x, self.prepare(m, packed, bias), y, stream)
+        return y
+
+    def multiply(self, x: QuantizedX, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """See LaunchPlan: the same kernel with no units to quantize, so that it loads the codes at once."""
+        m, device = x.codes.shape[0], x.codes.get_device()
+        y = self.new_y(x.codes, (m, self.spec.n))
+        stream = runtime.raw_stream(device)
+        if self.find_binary(device) is None:
+            self._compile(y, x, packed, bias, y, stream)
+            return y
+        weight_map, tail = self.prepare(m, packed, bias, quantizes=False)
+        codes, scales, zeros = x.addresses()
+        flags = workspace(x.codes, 0, stream)[1]
+        binary, unread = self.binary, y.data_ptr()  # x
+        assert binary is not None
+        pointers = (unread, y.data_ptr(), codes, scales, zeros, flags)
+        binary(self.num_ctas, stream, (*self.x_maps(codes, scales, m), *weight_map, *pointers, *tail))
         return y
 
 
 class QuantizedFirstPlan(LaunchPlan):
     """Launches of `quantize_x` and a persistent kernel, for one M."""
 
-    space: Space
     quantize: QuantizePlan
     workspace_size: int
     y_shape: tuple[int, int]
 
     def _compile(
-        self, space: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, partials: Any, flags: Any
-    ) -> None:  # fmt: skip
+        self, x: QuantizedX, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, partials: Any, flags: Any
+    ) -> None:
         """Compile, and run for this call."""
+        raise NotImplementedError
+
+    def run_quantized(
+        self, addresses: tuple[int, int, int], x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int
+    ) -> None:
+        """Launch the persistent kernel. addresses: of codes, scales and zero points. x: any tensor on the GPU."""
         raise NotImplementedError
 
     def find_binary(self, device: int) -> Binary | None:
@@ -154,9 +193,28 @@ class QuantizedFirstPlan(LaunchPlan):
             static_scale, static_zero = packed[-2:]
             self.quantize(x, space.data_ptr(), static_scale, static_zero, stream)
             partials, flags = workspace(x, self.workspace_size, stream) if self.workspace_size else (0, 0)
-            self._compile(space, packed, bias, y, partials, flags)
+            self._compile(self.space.of(self.scheme_of_x, space), packed, bias, y, partials, flags)
         else:
             self.run(x, self.prepare(x.shape[0], packed, bias), y, stream)
+        return y if self.y_shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
+
+    def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
+        """Launch both kernels. prepared: the arguments of `quantize_x` come last."""
+        space, at = self.new_space(x), self.space
+        base = space.data_ptr()
+        self.quantize.run(x.data_ptr(), base, prepared[-1], stream)
+        self.run_quantized((base, base + at.scale, base + at.zero), x, prepared, y, stream)
+
+    def multiply(self, x: QuantizedX, packed: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """See LaunchPlan: the persistent kernel alone."""
+        m, device = x.codes.shape[0], x.codes.get_device()
+        y = self.new_y(x.codes, self.y_shape)
+        stream = runtime.raw_stream(device)
+        if LaunchPlan.find_binary(self, device) is None:
+            partials, flags = workspace(x.codes, self.workspace_size, stream) if self.workspace_size else (0, 0)
+            self._compile(x, packed, bias, y, partials, flags)
+        else:
+            self.run_quantized(x.addresses(), x.codes, self.prepare(m, packed, bias), y, stream)
         return y if self.y_shape[1] == self.spec.n else y[:, : self.spec.n].contiguous()
 
 
@@ -165,7 +223,8 @@ class _ScaledPlan(LaunchPlan):
 
     def __init__(self, spec: LinearSpec, scheme: ScaledScheme, has_bias: bool) -> None:
         super().__init__(spec, scheme.with_bias(has_bias), -(-scheme.columns // K_BLOCK))
-        self.scheme, self.scale_columns = scheme, spec.grid[1]
+        self.scheme = self.scheme_of_x = scheme
+        self.scale_columns = spec.grid[1]
 
     def weight_map(self, weight: Tensor, map_format: tuple[Any, ...]) -> Maps:
         """The launcher's arguments for W, shared by all M."""
@@ -191,31 +250,32 @@ class ScaledSmallMPlan(OneLaunchPlan, _ScaledPlan):
         self.act = scheme.act._replace(columns=scheme.act.at_once) if c.private else scheme.act
         self.constants = (self.traits, self.act, c)
 
-    def sizes(self, m: int) -> tuple[Any, ...]:
-        """The scalar arguments of x [m, K]."""
+    def sizes(self, m: int, quantizes: bool = True) -> tuple[Any, ...]:
+        """The scalar arguments of x [m, K]. quantizes: whether the launch quantizes x."""
         s = self.scheme
         parts = s.parts(m, 1 if self.config.private else self.num_ctas, self.act.columns)
-        units = m * parts
+        units = m * parts if quantizes else 0
         return (
             m, self.spec.n, self.k8, s.columns // 16, self.num_k_blocks, self.num_tiles, self.num_ctas, min(units, self.num_ctas),
             units, parts, s.groups, s.limit, self.space.stride, s.block_rows, s.row_offset, self.scale_columns,
         )  # fmt: skip
 
-    def x_maps(self, address: int) -> Maps:
-        """The launcher's arguments for codes and scales of x in a workspace."""
-        found = self.maps.get(address)
+    def x_maps(self, codes: int, scales: int, rows: int) -> Maps:
+        """See OneLaunchPlan."""
+        key = (codes, scales, rows)
+        found = self.maps.get(key)
         if found is None:
             assert self.binary is not None
             space, s = self.space, self.scheme
-            found = tensor_map(address, space.rows, s.columns, self.binary.map_formats[0])
+            found = tensor_map(codes, rows, s.columns, self.binary.map_formats[0])
             if self.traits.scaled_in_groups:
-                found = (*found, *tensor_map(address + space.scale, space.groups, space.stride, self.binary.map_formats[1]))
+                found = (*found, *tensor_map(scales, space.groups, space.stride, self.binary.map_formats[1]))
             else:
                 found = (*found, 0)
-            found = remember(self.maps, address, found)
+            found = remember(self.maps, key, found)
         return found
 
-    def prepare(self, m: int, packed: Sequence[Tensor], bias: Tensor | None) -> tuple[Any, ...]:
+    def prepare(self, m: int, packed: Sequence[Tensor], bias: Tensor | None, quantizes: bool = True) -> tuple[Any, ...]:
         """The arguments of a launch that depend on neither x, y nor the workspace: the weight's map, and all after the flags."""
         weight, scale, colsum, static_scale, static_zero = packed
         assert self.binary is not None
@@ -223,21 +283,25 @@ class ScaledSmallMPlan(OneLaunchPlan, _ScaledPlan):
             static_scale.data_ptr(), static_zero.data_ptr(), scale.data_ptr(), colsum.data_ptr(),
             0 if bias is None else bias.data_ptr(),
         )  # fmt: skip
-        return self.weight_map(weight, self.binary.map_formats[-1]), (*pointers, *self.sizes(m), *self.constants)
+        sizes = self.sizes(m, quantizes)
+        return self.weight_map(weight, self.binary.map_formats[-1]), (*pointers, *sizes, *self.constants)
 
-    def _compile(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, stream: int) -> None:
-        """Compile, and run for this call."""
+    def _compile(
+        self, x: Tensor, quantized: QuantizedX | None, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, stream: int
+    ) -> None:
+        """See OneLaunchPlan."""
         gluon, c = runtime.gluon(), self.config
-        codes, x_scales, x_zeros = self.space.tensors(self.scheme, x.device)
+        codes, x_scales, x_zeros = quantized or self.new_x(x)
         flags = workspace(x, self.workspace_size, stream)[1]
         weight, scale, colsum, static_scale, static_zero = packed
         descriptor = gluon.TensorDescriptor.from_tensor
         args = (
             descriptor(codes, [c.tile_m, 128], gluon.swizzle128_bytes),
             descriptor(x_scales, [1, c.scale_box], gluon.plain32) if self.traits.scaled_in_groups else colsum,
-            descriptor(weight, [c.box_rows, 128], gluon.swizzle128_bytes), x, y, TypedPointer(codes, "i8"), x_scales, x_zeros,
-            TypedPointer(flags, "i32"), static_scale, TypedPointer(static_zero, "i32"), scale, TypedPointer(colsum, "i32"),
-            x if bias is None else bias, *self.sizes(x.shape[0]),
+            descriptor(weight, [c.box_rows, 128], gluon.swizzle128_bytes), x, y, TypedPointer(codes, "i8"), x_scales,
+            TypedPointer(0 if x_zeros is None else x_zeros, "i32"), TypedPointer(flags, "i32"), static_scale,
+            TypedPointer(static_zero, "i32"), scale, TypedPointer(colsum, "i32"), x if bias is None else bias,
+            *self.sizes(x.shape[0], quantized is None),
         )  # fmt: skip
         key = (self.kernel_name, self.constants, x.get_device())
         runtime.binaries[key] = runtime.compile_and_run(
@@ -295,8 +359,6 @@ class QuantizePlan:
 class _ScaledQuantizedFirstPlan(QuantizedFirstPlan, _ScaledPlan):
     """What both persistent kernels share."""
 
-    fragment_order: bool  # of the scales of x, see `device.quantize.scale_position`
-
     def __init__(self, spec: LinearSpec, scheme: ScaledScheme, m: int, has_bias: bool, c: PersistentConfig, traits: Any) -> None:
         super().__init__(spec, scheme, has_bias)
         self.space = Space(scheme, m, 16)
@@ -313,8 +375,8 @@ class _ScaledQuantizedFirstPlan(QuantizedFirstPlan, _ScaledPlan):
         self.tail = (*self.sizes, *self.constants)
         self.y_shape = (m, -(-spec.n // 8) * 8)
 
-    def new_x_maps(self, address: int) -> Maps:
-        """The launcher's arguments for codes and scales of x at an address."""
+    def new_x_maps(self, codes: int, scales: int) -> Maps:
+        """The launcher's arguments for codes and scales of x at two addresses."""
         raise NotImplementedError
 
     def new_y_maps(self, address: int) -> Maps:
@@ -336,33 +398,31 @@ class _ScaledQuantizedFirstPlan(QuantizedFirstPlan, _ScaledPlan):
         weight_map = self.weight_map(weight, self.weight_format())
         return weight_map, (*pointers, *self.tail), self.quantize.prepare(static_scale, static_zero)
 
-    def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
-        """Launch both kernels."""
-        weight_map, tail, quantize_tail = prepared
-        space = self.new_space(x)
-        base, y_address = space.data_ptr(), y.data_ptr()
-        self.quantize.run(x.data_ptr(), base, quantize_tail, stream)
+    def run_quantized(
+        self, addresses: tuple[int, int, int], x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int
+    ) -> None:
+        """See QuantizedFirstPlan."""
+        weight_map, tail, _quantize_tail = prepared
+        codes, scales, zeros = addresses
+        y_address = y.data_ptr()
         partials, flags = workspace(x, self.workspace_size, stream) if self.workspace_size else (0, 0)
-        binary, at, maps = self.binary, self.space, self.maps
+        binary, maps = self.binary, self.maps
         assert binary is not None
-        x_maps = maps.get(base) or remember(maps, base, self.new_x_maps(base))
-        y_maps = maps.get(-y_address) or remember(maps, -y_address, self.new_y_maps(y_address))
-        pointers = (partials, flags, base + at.scale, base + at.zero)
+        x_maps = maps.get((codes, scales)) or remember(maps, (codes, scales), self.new_x_maps(codes, scales))
+        y_maps = maps.get(y_address) or remember(maps, y_address, self.new_y_maps(y_address))
+        pointers = (partials, flags, scales, zeros)
         binary(self.num_ctas, stream, (*x_maps, *weight_map, *y_maps, *pointers, *tail))
 
     def _compile(
-        self, space: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, partials: Any, flags: Any
+        self, x: QuantizedX, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, partials: Any, flags: Any
     ) -> None:
         """Compile, and run for this call."""
-        s, at = self.scheme, self.space
         weight, scale, colsum, _static_scale, _static_zero = packed
-        codes = space[: at.rows * s.columns].view(weight.dtype).view(at.rows, s.columns)
-        x_scales = space[at.scale : at.scale + s.groups * at.stride * 4].view(torch.float32).view(s.groups, at.stride)
+        _codes_address, scales_address, zeros_address = x.addresses()
         args = (
-            *self.descriptors(codes, x_scales, weight, y, scale),
-            TypedPointer(partials, "fp32"), TypedPointer(flags, "i32"), TypedPointer(space.data_ptr() + at.scale, "fp32"),
-            TypedPointer(space.data_ptr() + at.zero, "i32"), scale, TypedPointer(colsum, "i32"), y if bias is None else bias,
-            *self.sizes,
+            *self.descriptors(x.codes, x.scales, weight, y, scale),
+            TypedPointer(partials, "fp32"), TypedPointer(flags, "i32"), TypedPointer(scales_address, "fp32"),
+            TypedPointer(zeros_address, "i32"), scale, TypedPointer(colsum, "i32"), y if bias is None else bias, *self.sizes,
         )  # fmt: skip
         key = (self.kernel_name, self.constants, y.get_device())
         kernel = getattr(runtime.gluon(), self.kernel_name)
@@ -379,15 +439,15 @@ class ScaledPersistentPlan(_ScaledQuantizedFirstPlan):
         self.config = fit_scaled_stages(config, scheme.traits.scaled_in_groups)
         super().__init__(spec, scheme, m, has_bias, self.config, wgmma_traits(self.config, 0))
 
-    def new_x_maps(self, address: int) -> Maps:
+    def new_x_maps(self, codes: int, scales: int) -> Maps:
         """See `_ScaledQuantizedFirstPlan`."""
         assert self.binary is not None
         formats, space, s, extra = list(self.binary.map_formats), self.space, self.scheme, self.config.tile_m_extra
         parts: list[Any] = []
         for present in (True, extra > 0):
-            parts += tensor_map(address, space.rows, s.columns, formats.pop(0)) if present else (0,)
+            parts += tensor_map(codes, space.rows, s.columns, formats.pop(0)) if present else (0,)
         for present in (self.traits.scaled_in_groups, self.traits.scaled_in_groups and extra > 0):
-            parts += tensor_map(address + space.scale, space.groups, space.stride, formats.pop(0)) if present else (0,)
+            parts += tensor_map(scales, space.groups, space.stride, formats.pop(0)) if present else (0,)
         return tuple(parts)
 
     def new_y_maps(self, address: int) -> Maps:
@@ -432,14 +492,14 @@ class ScaledLargeMPlan(_ScaledQuantizedFirstPlan):
         self.config = config.fit_stages(traits.scaled_in_groups, columns)
         super().__init__(spec, scheme, m, has_bias, self.config, self.config._replace(num_ctas=0))
 
-    def new_x_maps(self, address: int) -> Maps:
+    def new_x_maps(self, codes: int, scales: int) -> Maps:
         """See `_ScaledQuantizedFirstPlan`."""
         assert self.binary is not None
         formats, space = self.binary.map_formats, self.space
-        codes = tensor_map(address, space.rows, self.scheme.columns, formats[0])
+        of_codes = tensor_map(codes, space.rows, self.scheme.columns, formats[0])
         if not self.traits.scaled_in_groups:
-            return (*codes, 0)
-        return (*codes, *tensor_map(address + space.scale, space.groups, space.stride, formats[1]))
+            return (*of_codes, 0)
+        return (*of_codes, *tensor_map(scales, space.groups, space.stride, formats[1]))
 
     def new_y_maps(self, address: int) -> Maps:
         """See `_ScaledQuantizedFirstPlan`."""

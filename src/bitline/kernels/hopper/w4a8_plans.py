@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bitline.kernels.hopper import runtime
 from bitline.kernels.hopper.config import WgmmaConfig
 from bitline.kernels.hopper.heuristics import stream_k_partition
+from bitline.kernels.hopper.quantized_x import QuantizedX
 from bitline.kernels.hopper.runtime import TypedPointer, remember, tensor_map
 from bitline.kernels.hopper.scaled_plans import LaunchPlan, Maps, OneLaunchPlan, QuantizedFirstPlan, QuantizePlan, Space
 from bitline.kernels.hopper.traits import wgmma_traits
@@ -44,7 +44,7 @@ class _W4A8Plan(LaunchPlan):
 
     def __init__(self, spec: LinearSpec, scheme: W4A8Scheme, has_bias: bool) -> None:
         super().__init__(spec, scheme.with_bias(has_bias), -(-spec.k // 128))
-        self.scheme, self.num_n16 = scheme, -(-spec.n // 16)
+        self.scheme, self.scheme_of_x, self.num_n16 = scheme, scheme.x, -(-spec.n // 16)
 
     def matrix(self, weight: Tensor) -> tuple[int, int]:
         """Shape of a packed tensor as its tensor map sees it."""
@@ -81,36 +81,40 @@ class W4A8SmallMPlan(OneLaunchPlan, _W4A8Plan):
         """See `_W4A8Plan`: 16-row tiles one after the other."""
         return weight.shape[0] * weight.shape[1], weight.shape[2]
 
-    def sizes(self, m: int) -> tuple[Any, ...]:
-        """The scalar arguments of x [m, K]."""
+    def sizes(self, m: int, quantizes: bool = True) -> tuple[Any, ...]:
+        """The scalar arguments of x [m, K]. quantizes: whether the launch quantizes x."""
         s = self.scheme.x
         parts = s.parts(m, self.num_ctas)
-        units = m * parts
+        units = m * parts if quantizes else 0
         return (
             m, self.spec.n, self.k8, s.columns // 16, self.num_k_blocks, self.num_tiles, self.num_ctas, min(units, self.num_ctas),
             units, parts, s.limit, self.space.stride, self.num_n16, self.scheme.groups,
         )  # fmt: skip
 
-    def x_maps(self, address: int) -> Maps:
-        """The launcher's arguments for codes of x in a workspace."""
-        found = self.maps.get(address)
+    def x_maps(self, codes: int, scales: int, rows: int) -> Maps:
+        """See OneLaunchPlan."""
+        key = (codes, rows)
+        found = self.maps.get(key)
         if found is None:
             assert self.binary is not None
-            found = tensor_map(address, self.space.rows, self.scheme.x.columns, self.binary.map_formats[0])
-            found = remember(self.maps, address, found)
+            found = tensor_map(codes, rows, self.scheme.x.columns, self.binary.map_formats[0])
+            found = remember(self.maps, key, found)
         return found
 
-    def prepare(self, m: int, packed: Sequence[Tensor], bias: Tensor | None) -> tuple[Any, ...]:
+    def prepare(self, m: int, packed: Sequence[Tensor], bias: Tensor | None, quantizes: bool = True) -> tuple[Any, ...]:
         """The arguments of a launch that depend on neither x, y nor the workspace: maps of W, and all after the flags."""
         weight, scale, static_scale, static_zero = packed
         assert self.binary is not None
         pointers = (static_scale.data_ptr(), static_zero.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr())
-        return self.weight_maps(weight, scale, self.binary.map_formats[1:]), (*pointers, *self.sizes(m), *self.constants)
+        maps = self.weight_maps(weight, scale, self.binary.map_formats[1:])
+        return maps, (*pointers, *self.sizes(m, quantizes), *self.constants)
 
-    def _compile(self, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, stream: int) -> None:
-        """Compile, and run for this call."""
+    def _compile(
+        self, x: Tensor, quantized: QuantizedX | None, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, stream: int
+    ) -> None:
+        """See OneLaunchPlan."""
         gluon, c = runtime.gluon(), self.config
-        codes, x_scales, x_zeros = self.space.tensors(self.scheme.x, x.device)
+        codes, x_scales, x_zeros = quantized or self.new_x(x)
         flags = workspace(x, self.workspace_size, stream)[1]
         weight, scale, static_scale, static_zero = packed
         descriptor, grouped = gluon.TensorDescriptor.from_tensor, self.traits.scaled_in_groups
@@ -118,8 +122,9 @@ class W4A8SmallMPlan(OneLaunchPlan, _W4A8Plan):
             descriptor(codes, [c.tile_m, 128], gluon.swizzle128_bytes),
             descriptor(weight.view(self.matrix(weight)), [c.k_blocks, 256], gluon.plain32),
             descriptor(scale.view(self.matrix(scale)), [c.scale_entries, 16], gluon.plain32) if grouped else scale, x, y,
-            TypedPointer(codes, "i8"), x_scales, x_zeros, TypedPointer(flags, "i32"), static_scale,
-            TypedPointer(static_zero, "i32"), scale, x if bias is None else bias, *self.sizes(x.shape[0]),
+            TypedPointer(codes, "i8"), x_scales, TypedPointer(0 if x_zeros is None else x_zeros, "i32"),
+            TypedPointer(flags, "i32"), static_scale, TypedPointer(static_zero, "i32"), scale, x if bias is None else bias,
+            *self.sizes(x.shape[0], quantized is None),
         )  # fmt: skip
         key = (self.kernel_name, self.constants, x.get_device())
         runtime.binaries[key] = runtime.compile_and_run(kernels().w4a8_small_m, self.num_ctas, args, self.constants, self.options)
@@ -169,29 +174,27 @@ class W4A8PersistentPlan(QuantizedFirstPlan, _W4A8Plan):
         weight, scale, static_scale, static_zero = packed
         maps = self.weight_maps(weight, scale, self.formats()[1])
         tail = (scale.data_ptr(), 0 if bias is None else bias.data_ptr(), *self.tail)
-        return maps, tail, self.quantize.prepare(static_scale, static_zero), self.formats()
+        return maps, tail, self.formats(), self.quantize.prepare(static_scale, static_zero)
 
-    def run(self, x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int) -> None:
-        """Launch both kernels."""
-        weight_maps, tail, quantize_tail, (x_formats, _, y_formats) = prepared
-        space = self.new_space(x)
-        base, y_address = space.data_ptr(), y.data_ptr()
-        self.quantize.run(x.data_ptr(), base, quantize_tail, stream)
+    def run_quantized(
+        self, addresses: tuple[int, int, int], x: Tensor, prepared: tuple[Any, ...], y: Tensor, stream: int
+    ) -> None:
+        """See QuantizedFirstPlan."""
+        weight_maps, tail, (x_formats, _, y_formats), _quantize_tail = prepared
+        codes, scales, _zeros = addresses
+        y_address = y.data_ptr()
         partials, flags = workspace(x, self.workspace_size, stream) if self.workspace_size else (0, 0)
         assert self.binary is not None
-        x_maps = self.activation_maps(base, base, (self.space.rows, self.scheme.x.columns), x_formats)
+        x_maps = self.activation_maps(codes, codes, (self.space.rows, self.scheme.x.columns), x_formats)
         y_maps = self.activation_maps(-y_address, y_address, self.y_shape, y_formats)
-        pointers = (partials, flags, base + self.space.scale)
-        self.binary(self.num_ctas, stream, (*x_maps, *weight_maps, *y_maps, *pointers, *tail))
+        self.binary(self.num_ctas, stream, (*x_maps, *weight_maps, *y_maps, partials, flags, scales, *tail))
 
     def _compile(
-        self, space: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, partials: Any, flags: Any
+        self, x: QuantizedX, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor, partials: Any, flags: Any
     ) -> None:
         """Compile, and run for this call."""
-        gluon, c, s, at = runtime.gluon(), self.config, self.scheme, self.space
+        gluon, c, s, codes = runtime.gluon(), self.config, self.scheme, x.codes
         weight, scale, _static_scale, _static_zero = packed
-        dtype = torch.float8_e4m3fn if s.traits.fp8 else torch.int8
-        codes = space[: at.rows * s.x.columns].view(dtype).view(at.rows, s.x.columns)
         descriptor, extra, grouped = gluon.TensorDescriptor.from_tensor, c.tile_m_extra, s.traits.scaled_in_groups
         scale_box = [8, 16 * s.traits.groups_per_k_block]
         args = (
@@ -200,7 +203,7 @@ class W4A8PersistentPlan(QuantizedFirstPlan, _W4A8Plan):
             descriptor(weight.view(self.matrix(weight)), [8, 256], gluon.plain32),
             descriptor(scale.view(self.matrix(scale)), scale_box, gluon.plain32) if grouped else scale,
             descriptor(y, [c.tile_m, 64], gluon.swizzle128), descriptor(y, [extra, 64], gluon.swizzle128) if extra else scale,
-            TypedPointer(partials, "fp32"), TypedPointer(flags, "i32"), TypedPointer(space.data_ptr() + at.scale, "fp32"), scale,
+            TypedPointer(partials, "fp32"), TypedPointer(flags, "i32"), TypedPointer(x.scales, "fp32"), scale,
             y if bias is None else bias, *self.sizes,
         )  # fmt: skip
         key = (self.kernel_name, self.constants, y.get_device())
