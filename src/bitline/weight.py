@@ -222,7 +222,8 @@ class QuantizedWeight:
         # index_select, since indexing takes a negative row from the end
         codes = self.codes.index_select(0, rows) if isinstance(rows, Tensor) else self.codes[rows]
         values = codes_to_float(codes, s.weight, s.k)
-        block_row = (torch.arange(s.n, device=self.device)[rows] + s.block_offset[0]) // s.block[0]
+        indices = rows if isinstance(rows, Tensor) else torch.arange(s.n, device=self.device)[rows]
+        block_row = (indices + s.block_offset[0]) // s.block[0]
         scale = apply_second_level(s, self.scale, self.scale2, block_row)
         zero = None if self.zero is None else self.zero.index_select(0, block_row).float()
         offset = None if self.offset is None else apply_second_level(s, self.offset, self.offset2, block_row)

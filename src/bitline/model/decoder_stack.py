@@ -60,6 +60,13 @@ def join(layers: Iterable[nn.Module]) -> None:
         layer.__dict__[_PLACE] = _Place(stack, index)
 
 
+def of(layers: Any) -> DecoderStack | None:
+    """The stack of a model's decoder layers, if `join` made one of exactly these."""
+    place = layers[0].__dict__.get(_PLACE) if len(layers) else None
+    stack = None if place is None else place.stack
+    return stack if stack is not None and len(layers) == len(stack.layers) and all(map(is_, layers, stack.layers)) else None
+
+
 def output_of(layer: Any, x: Tensor, rotation: Any, cache: Any) -> Tensor | None:
     """A layer's output for one token, computed now with those of all layers behind it or before; None where it has to be computed
     alone, and then nothing has changed.
@@ -95,30 +102,58 @@ class DecoderStack:
         """The first layer's output; the others' are kept for them in their KV caches. None where layers have to be computed one
         by one, and then nothing has changed.
         """
-        core, (cos, sin) = native.core(), rotation
-        if core is None or not is_decode_input(self.layers[0], x, cos, sin) or cos.numel() != sin.numel():
+        if not is_decode_input(self.layers[0], x, *rotation) or not self._is_prepared(x.shape[-1], rotation[0].numel()):
             return None
+        found = self._compute(x, rotation, cache)
+        if found is None:
+            return None
+        caches, y = found
+        outputs = y.unbind(0)
+        for held, before, after in zip(caches[1:], outputs, outputs[1:], strict=False):
+            held.ahead = _Ahead(before, rotation, caches[0].length, after)
+        caches[0].length += 1
+        return outputs[0]
+
+    def prepare(self, hidden: int, cache: Any) -> bool:
+        """Whether `last_output` can be called from now on with this cache, as long as no layer changes."""
+        first = self.layers[0]
+        head_dim = getattr(first._modules["self_attn"], "head_dim", 0)
+        kv_cache = native_kv_cache(first._modules["self_attn"], cache)
+        return kv_cache is not None and native.core() is not None and self._is_prepared(hidden, head_dim)
+
+    def last_output(self, x: Tensor, rotation: Any, cache: Any) -> Tensor | None:
+        """The last layer's output, after `prepare`. None as from `run`."""
+        if not is_decode_input(self.layers[0], x, *rotation):
+            return None
+        found = self._compute(x, rotation, cache)
+        if found is None:
+            return None
+        caches, y = found
+        for held in caches:
+            held.length += 1
+        return y[-1]
+
+    def _is_prepared(self, hidden: int, rotated: int) -> bool:
+        """Whether the native call is of the layers as they are now."""
         prepared = self._prepared
-        if prepared is None or not prepared.is_current(x.shape[-1], cos.numel()):
-            prepared = self._prepared = _Prepared.of(self.layers, x.shape[-1], cos.numel())
-        if prepared is None:
+        if prepared is None or not prepared.is_current(hidden, rotated):
+            self._prepared = _Prepared.of(self.layers, hidden, rotated)
+        return self._prepared is not None
+
+    def _compute(self, x: Tensor, rotation: Any, cache: Any) -> tuple[list[Any], Tensor] | None:
+        """The layers' KV caches, not longer yet, and outputs [layers, *x.shape]."""
+        core, prepared, (cos, sin) = native.core(), self._prepared, rotation
+        if core is None or prepared is None or (x.shape[-1], cos.numel()) != prepared.sizes or cos.numel() != sin.numel():
             return None
         caches = prepared.point_to_caches(cache, x.dtype)
         if caches is None:
             return None
-        position = caches[0].length
         y = x.new_empty(len(caches), *x.shape)
         failed = core.decode_layers(prepared.fields_at, prepared.scalars_at, len(caches), x.data_ptr(), y.data_ptr(),
-                                    cos.data_ptr(), sin.data_ptr(), position)  # fmt: skip
-        if failed:
-            if failed == LOST and prepared.shared is not None:
-                prepared.shared.check(failed)
-            return None
-        outputs = y.unbind(0)
-        for held, before, after in zip(caches[1:], outputs, outputs[1:], strict=False):
-            held.ahead = _Ahead(before, rotation, position, after)
-        caches[0].length += 1
-        return outputs[0]
+                                    cos.data_ptr(), sin.data_ptr(), caches[0].length)  # fmt: skip
+        if failed == LOST and prepared.shared is not None:
+            prepared.shared.check(failed)
+        return None if failed else (caches, y)
 
 
 class _Watch:
@@ -145,7 +180,9 @@ class _Prepared:
         self.fields_at, self.scalars_at = ctypes.addressof(self.fields), ctypes.addressof(self.scalars)
         self.buffers: list[Any] = []  # of the KV caches that `fields` points to
         self.capacity = 0
-        self.watches = _watches(layers, [tensor for layer in found for tensor in layer.tensors])
+        tensors = [tensor for layer in found for tensor in layer.tensors]
+        self.watches = _watches(layers, tensors)
+        self.storages = [tensor.untyped_storage() for tensor in tensors]  # whoever gives a tensor other data leaves them here
 
     @classmethod
     def of(cls, layers: tuple[Any, ...], hidden: int, rotated: int) -> _Prepared | None:

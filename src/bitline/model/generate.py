@@ -15,6 +15,7 @@ import torch
 from bitline import native
 from bitline.errors import InputError
 from bitline.model.known_modules import returns_output_of_head
+from bitline.model.token_step import TokenStep
 from bitline.model.verify import find_overflow
 from bitline.parallel import GatherOutput
 
@@ -59,6 +60,8 @@ def generate(
     sampling: Sampling | None = None,
 ) -> Generation:
     """The continuation of token ids int64 [1, T], greedy unless `sampling` says how to draw tokens.
+
+    The model must not change before this returns.
 
     tokenizer: as `tokenizer.load_tokenizer` returns it. on_text: called with each chunk of text as soon as it is final. stop:
     end at an EOS token; False always generates max_new_tokens. Errors: InputError for a prompt that does not fit the context
@@ -137,16 +140,21 @@ def _greedy(model: Any, ids: torch.Tensor, count: int, eos_tokens: list[int], st
     suppressed = [] if stop else eos_tokens
     streamer.put(ids.cpu())
     new: list[int] = []
-    next_ids = ids
+    next_ids, step = ids, None
     with nullcontext() if head is None else head.own_rows():
         while len(new) < count:
-            logits = model(input_ids=next_ids, past_key_values=cache, use_cache=True, **keep_last).logits[0, -1].float()
+            found = None if step is None else step.logits(next_ids)
+            if found is None:
+                found = model(input_ids=next_ids, past_key_values=cache, use_cache=True, **keep_last).logits
+            logits = found[0, -1].float()
             value, index = _best(logits, suppressed, head)
             if not math.isfinite(value.item()):
                 whole = logits if head is None else head.tp.concatenate(logits, head.sizes)
                 _check_logits(model, torch.cat((ids[0], ids.new_tensor(new)))[None], whole)
             new.append(int(index))
-            keep_last = {"logits_to_keep": 1} if has_logits_to_keep else {}
+            if len(new) == 1:
+                keep_last = {"logits_to_keep": 1} if has_logits_to_keep else {}
+                step = TokenStep.of(model, cache)
             next_ids = index.view(1, 1)
             streamer.put(next_ids[0].cpu())
             if stop and new[-1] in eos_tokens:
