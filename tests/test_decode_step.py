@@ -1,5 +1,6 @@
 """The native decode step: its arithmetic against transformers' modules, and when it hands over to them."""
 
+import concurrent.futures
 import copy
 import warnings
 
@@ -620,6 +621,21 @@ def test_two_caches_in_turns(pair):
         for cache, found in zip(caches, rows, strict=True):
             found.append(fast(input_ids=IDS[:, start:end], past_key_values=cache).logits[:, -1])
     assert all(torch.equal(torch.cat(found).double(), expected) for found in rows)
+
+
+def test_threads_that_share_a_model_have_their_own_caches(pair):
+    """Native calls run without Python's lock, so that one thread's call is described while another's runs."""
+    fast, _ = pair()
+    prompts = [torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    expected = [logits(fast, ids) for ids in prompts]
+
+    def run(ids):
+        with torch.inference_mode():
+            return [logits(fast, ids) for _ in range(4)]
+
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as threads:
+        for found, one in zip(threads.map(run, prompts), expected, strict=True):
+            assert all(torch.equal(each, one) for each in found)
 
 
 def test_forgotten_positions_are_computed_again(pair):

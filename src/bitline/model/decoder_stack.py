@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -145,11 +146,12 @@ class DecoderStack:
         core, prepared, (cos, sin) = native.core(), self._prepared, rotation
         if core is None or prepared is None or (x.shape[-1], cos.numel()) != prepared.sizes or cos.numel() != sin.numel():
             return None
-        caches = prepared.point_to_caches(cache, x.dtype)
-        if caches is None:
+        found = prepared.pointed_to(cache, x.dtype)
+        if found is None:
             return None
+        caches, fields_at = found
         y = x.new_empty(len(caches), *x.shape)
-        failed = core.decode_layers(prepared.fields_at, prepared.scalars_at, len(caches), x.data_ptr(), y.data_ptr(),
+        failed = core.decode_layers(fields_at, prepared.scalars_at, len(caches), x.data_ptr(), y.data_ptr(),
                                     cos.data_ptr(), sin.data_ptr(), caches[0].length)  # fmt: skip
         if failed == LOST and prepared.shared is not None:
             prepared.shared.check(failed)
@@ -168,6 +170,25 @@ class _Watch:
         return all(map(is_, found, self.values)) if self.same else list(found) == self.values
 
 
+class _Fields:
+    """Descriptions of all layers for native code, pointed to the buffers of one model's KV caches."""
+
+    def __init__(self, layers: Any) -> None:
+        self.layers = type(layers).from_buffer_copy(layers)
+        self.address = ctypes.addressof(self.layers)
+        self.buffers: list[Any] = []
+        self.capacity = 0  # positions that have room in all buffers
+
+    def fit(self, buffers: list[Any], position: int) -> bool:
+        """Whether they point to these buffers, in which the position has room."""
+        return len(buffers) == len(self.buffers) and all(map(is_, buffers, self.buffers)) and position < self.capacity
+
+    def point_to(self, buffers: list[Any]) -> None:
+        for fields, (keys, values) in zip(self.layers, buffers, strict=True):
+            fields[KEYS], fields[VALUES], fields[CAPACITY] = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+        self.buffers, self.capacity = buffers, min(fields[CAPACITY] for fields in self.layers)
+
+
 class _Prepared:
     """The native call of a stack, and what of its modules must not change while it is used again."""
 
@@ -177,9 +198,9 @@ class _Prepared:
         self.kv_heads, self.head_dim = [layer.kv_heads for layer in found], [layer.head_dim for layer in found]
         self.fields = (LayerFields * len(found))(*(LayerFields(*layer.fields) for layer in found))
         self.scalars = (ctypes.c_double * (_SCALARS * len(found)))(*(value for layer in found for value in layer.scalars))
-        self.fields_at, self.scalars_at = ctypes.addressof(self.fields), ctypes.addressof(self.scalars)
-        self.buffers: list[Any] = []  # of the KV caches that `fields` points to
-        self.capacity = 0
+        self.scalars_at = ctypes.addressof(self.scalars)
+        # By the first layer's KV cache: threads that generate with one model have caches, and so calls, of their own.
+        self.fields_of: WeakKeyDictionary[Any, _Fields] = WeakKeyDictionary()
         tensors = [tensor for layer in found for tensor in layer.tensors]
         self.watches = _watches(layers, tensors)
         self.storages = [tensor.untyped_storage() for tensor in tensors]  # whoever gives a tensor other data leaves them here
@@ -201,22 +222,23 @@ class _Prepared:
         """Whether no module was hooked, replaced or changed since."""
         return self.sizes == (hidden, rotated) and all(watch.is_unchanged() for watch in self.watches)
 
-    def point_to_caches(self, cache: Any, dtype: torch.dtype) -> list[Any] | None:
-        """The layers' KV caches, with room for one more position, to which `fields` points then; None where they are others."""
+    def pointed_to(self, cache: Any, dtype: torch.dtype) -> tuple[list[Any], int] | None:
+        """The layers' KV caches, with room for one more position, and the address of fields that point to them; None where they
+        are of another kind.
+        """
         caches = [native_kv_cache(layer._modules["self_attn"], cache) for layer in self.layers]
         if any(held is None or held.length != caches[0].length for held in caches):
             return None
-        buffers = [held.buffers for held in caches]
-        if len(buffers) == len(self.buffers) and all(map(is_, buffers, self.buffers)) and caches[0].length < self.capacity:
-            return caches
-        for held, fields, kv_heads, head_dim in zip(caches, self.fields, self.kv_heads, self.head_dim, strict=True):
+        fields = self.fields_of.get(caches[0])
+        if fields is None:
+            fields = self.fields_of[caches[0]] = _Fields(self.fields)
+        if fields.fit([held.buffers for held in caches], caches[0].length):
+            return caches, fields.address
+        for held, kv_heads, head_dim in zip(caches, self.kv_heads, self.head_dim, strict=True):
             if not held.reserve(kv_heads, head_dim, dtype, 1):
                 return None
-            keys, values = held.buffers
-            fields[KEYS], fields[VALUES], fields[CAPACITY] = keys.data_ptr(), values.data_ptr(), keys.shape[2]
-        self.buffers = [held.buffers for held in caches]
-        self.capacity = min(fields[CAPACITY] for fields in self.fields)
-        return caches
+        fields.point_to([held.buffers for held in caches])
+        return caches, fields.address
 
 
 def _watches(layers: tuple[Any, ...], tensors: list[Tensor]) -> list[_Watch]:

@@ -21,7 +21,7 @@ _KNOWN_BODIES = {
     "edb09e4cdb72174c": "attention", "ea92a9846ca1ecb5": "attention", "992c57d97163d600": "attention",  # Llama, Mistral, Qwen2
     "457e3a53f1f0cfb6": "attention_qk_norm",  # Qwen3
     "257620718ecff20c": "apply_rotary_pos_emb", "b92c1a98279c25d0": "rotate_half",
-    "673f5d551ea25302": "causal_lm",  # its logits are the head's output
+    "673f5d551ea25302": "causal_lm", "79b71545dbce782c": "causal_lm",  # their logits are the head's output
     "b9c0eae1e2b38972": "decoder", "5ef674717a323c21": "decoder", "9b8e9bc6275a252a": "decoder",  # Llama, Mistral, Qwen2 to 3
 }  # fmt: skip
 
