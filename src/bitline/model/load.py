@@ -62,7 +62,7 @@ def load_model(
         dtype: Of activations and unquantized weights; by default `meta_model.default_dtype`.
         policy: How kernels are chosen, in any form that `Policy.of` accepts.
         progress: Called with (tensors loaded, tensors in total).
-        native_step: On a CPU in bfloat16, run each decoder layer of a one-token step as one native call
+        native_step: On a CPU in bfloat16, run all decoder layers of a one-token step as one native call
             (`model/decode_step.py`); by default yes, unless `$BITLINE_NO_STEP` is set or the policy asks for batch invariance.
         merge: Pack layers that get the same input (query, key and value; gate and up) as one where they have one scheme
             (`model/merge.py`): one launch instead of two or three; by default yes on a GPU.
