@@ -24,6 +24,11 @@ bool has_shape(const void* packed, int64_t n, int64_t k) {
   return w.magic == kPackedMagic && w.n == n && w.k == k;
 }
 
+bool has_mlp_shapes(const DecoderLayer& l) {
+  return has_shape(l.gate, l.intermediate, l.hidden) && has_shape(l.up, l.intermediate, l.hidden) &&
+         has_shape(l.down, l.hidden, l.intermediate);
+}
+
 constexpr int64_t kSerialAttention = 1 << 15;  // key elements that one thread reads sooner than a parallel region starts
 
 }  // namespace
@@ -105,8 +110,7 @@ int run_layer(const DecoderLayer& l, const LayerScalars& s) {
   const int64_t hidden = l.hidden, intermediate = l.intermediate, q_size = l.kv_heads * l.q_per_kv * l.head_dim;
   const int64_t kv_size = l.kv_heads * l.head_dim;
   if (!has_shape(l.q, q_size, hidden) || !has_shape(l.k, kv_size, hidden) || !has_shape(l.v, kv_size, hidden) ||
-      !has_shape(l.o, hidden, q_size) || !has_shape(l.gate, intermediate, hidden) || !has_shape(l.up, intermediate, hidden) ||
-      !has_shape(l.down, hidden, intermediate) || (l.ranks != nullptr && hidden * 2 > l.ranks->capacity))
+      !has_shape(l.o, hidden, q_size) || (l.gate != nullptr && !has_mlp_shapes(l)) || (l.ranks != nullptr && hidden * 2 > l.ranks->capacity))
     return -4;
   const size_t count = size_t(2 * q_size + 2 * kv_size + 2 * hidden + 3 * intermediate);
   uint16_t* qkv = static_cast<uint16_t*>(reserve(layer_scratch, count * 2));
@@ -127,6 +131,11 @@ int run_layer(const DecoderLayer& l, const LayerScalars& s) {
   if (const int failed = bitline_gemm(attended, 1, l.o, l.o_bias, projected, kBFloat16)) return failed;
   if (l.ranks != nullptr && bitline_ranks_sum(l.ranks, projected, hidden, kBFloat16, projected, kBFloat16)) return kLost;
   const auto error = [&](int code) { return l.ranks == nullptr ? code : kLost; };  // the other ranks go on
+  if (l.gate == nullptr) {
+    kernels.add(l.x, projected, l.y, hidden);
+    kernels.rms_norm(l.y, l.post_attention_norm, l.y + hidden, hidden, float(s.post_attention_epsilon));
+    return 0;
+  }
   kernels.add(l.x, projected, residual, hidden);
   kernels.rms_norm(residual, l.post_attention_norm, normed, hidden, float(s.post_attention_epsilon));
   if (const int failed = bitline_fused_gemv(normed, hidden, l.gate, l.gate_bias, l.up, l.up_bias, nullptr, nullptr, gate_up,
@@ -139,20 +148,31 @@ int run_layer(const DecoderLayer& l, const LayerScalars& s) {
   return 0;
 }
 
+// Threads that spin while ranks wait for each other would take the processors from them.
+template <class F> void run_awake_unless_ranks(const DecoderLayer& l, const F& run) {
+  if (l.ranks == nullptr) with_awake_team(run);
+  else run();
+}
+
 }  // namespace
 }  // namespace bitline
 
 // One token through a decoder layer: norm, attention and o_proj, norm, gated MLP, with both residual connections. Returns 0;
 // -2: no memory; -3: no kernel at this ISA level; -4: the weights are not of these sizes; -5: another rank is lost, or an error
-// came after ranks had exchanged something. On errors y and `position` of the KV cache are garbage.
+// came after ranks had exchanged something. Where `gate` is null the MLP is left out: y [2][hidden] is the residual before it and what
+// it gets, the residual normed. On errors y and `position` of the KV cache are garbage.
 BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double input_epsilon, double post_attention_epsilon,
                                         double qk_epsilon) {
-  return run_layer(*static_cast<const DecoderLayer*>(layer), {scale, input_epsilon, post_attention_epsilon, qk_epsilon});
+  const DecoderLayer& l = *static_cast<const DecoderLayer*>(layer);
+  int failed = 0;
+  const auto run = [&] { failed = run_layer(l, {scale, input_epsilon, post_attention_epsilon, qk_epsilon}); };
+  run_awake_unless_ranks(l, run);
+  return failed;
 }
 
 // One token through `count` decoder layers of one hidden size, each of which reads the output of the one before. Instead of the layers'
 // own x, y, cos, sin and position these count: x [hidden], y [count][hidden], and one position in all KV caches. scalars: of each
-// layer. Returns as bitline_decode_layer.
+// layer. Returns as bitline_decode_layer; -4 also for a layer without an MLP.
 BITLINE_EXPORT int bitline_decode_layers(const void* layers, const void* scalars, int64_t count, const uint16_t* x, uint16_t* y,
                                          const uint16_t* cos, const uint16_t* sin, int64_t position) {
   const DecoderLayer* all = static_cast<const DecoderLayer*>(layers);
@@ -165,7 +185,8 @@ BITLINE_EXPORT int bitline_decode_layers(const void* layers, const void* scalars
       if (failed != 0 && i > 0 && l.ranks != nullptr) failed = kLost;  // the other ranks go on
     }
   };
-  if (count > 0 && all[0].ranks == nullptr) with_awake_team(run);
-  else run();  // threads that spin while ranks wait for each other would take the processors from them
+  for (int64_t i = 0; i < count; ++i)
+    if (all[i].gate == nullptr) return -4;
+  if (count > 0) run_awake_unless_ranks(all[0], run);
   return failed;
 }

@@ -19,7 +19,7 @@ struct Attention {
 // and biases may be null. Python fills it as an array of 64-bit integers in this order (model/decode_step.py).
 struct DecoderLayer {
   const uint16_t* x;  // [hidden]
-  uint16_t* y;
+  uint16_t* y;        // [hidden]; [2][hidden] where gate is null and the MLP is left out
   const uint16_t *input_norm, *post_attention_norm, *q_norm, *k_norm, *cos, *sin;
   uint16_t *keys, *values;  // of the KV cache, [kv_heads][capacity][head_dim]; the token's are written to `position`
   const void *q, *q_bias, *k, *k_bias, *v, *v_bias, *o, *o_bias, *gate, *gate_bias, *up, *up_bias, *down, *down_bias;

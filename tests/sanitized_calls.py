@@ -288,6 +288,12 @@ def decode_layers(r: random.Random) -> None:
             places = [t.data_ptr() for t in (x, ys, tensors[6], tensors[7])]
             assert native.core().decode_layers(at(both), at(scalars), 2, *places, more[0]) == expected
 
+        fields = list(layer)
+        fields[1], fields[18:24], fields[-4:] = ys.data_ptr(), [0] * 6, [capacity, capacity - 1, 0, 0]
+        without_mlp = (ctypes.c_int64 * 32)(*fields)
+        assert native.core().decode_layer(at(without_mlp), 0.2, 1e-6, 1e-6, 1e-6) == 0
+        assert native.core().decode_layers(at(without_mlp), at(scalars), 1, *places, 0) == -4
+
 
 def shared(world: int, capacity: int, rank: int = 0) -> _View:
     """What ranks exchange through memory of their own; the other ranks have come here once already."""

@@ -21,7 +21,7 @@ from bitline.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ABI = 8  # bitline_abi() in csrc/isa.cpp
+ABI = 9  # bitline_abi() in csrc/isa.cpp
 LEVELS = ("portable", "avx2", "avx512", "amx", "avx_vnni", "neon", "neon_i8mm")
 THREADS = (
     "none: torch's threads were not found",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bitline import native
 from bitline.model import decoder_stack
 from bitline.model.decoder_layer import decode_token, is_plain_input, readable_weight, rms_norm_forward
-from bitline.model.known_modules import calls_layers_in_order, is_known_layer, module_kind
+from bitline.model.known_modules import calls_layers_in_order, has_known_attention, is_known_layer, module_kind
 from bitline.model.kv_cache import kv_cache_layer_class
 from bitline.parallel import GatherOutput
 
@@ -38,7 +38,7 @@ def install(model: Any) -> int:
             forward: Any = _lm_head_forward
         elif kind == "rms_norm":
             forward = rms_norm_forward
-        elif is_known_layer(module):
+        elif has_known_attention(module):
             forward = _decoder_layer_forward
         else:
             continue
@@ -52,8 +52,9 @@ def install(model: Any) -> int:
 
 
 def has_native_step(module: Any) -> bool:
-    """Whether `install` gave a decoder layer its native forward."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is _decoder_layer_forward
+    """Whether `install` gave a decoder layer a native forward that computes all of it."""
+    own = getattr(module.__dict__.get("forward"), "__func__", None)
+    return own is _decoder_layer_forward and is_known_layer(module)
 
 
 def _replace_empty_cache_layer(layer: Any, x: Tensor, cache: Any) -> None:
@@ -91,7 +92,8 @@ def _decoder_layer_forward(
 
     An empty DynamicCache, as transformers' `generate` and Bitline's make it, gets such layers with the prompt.
     """
-    step = attention_mask is None and past_key_values is not None and position_embeddings is not None and not kwargs
+    step = attention_mask is None and past_key_values is not None and position_embeddings is not None
+    step = step and all(value is None or value is False for value in kwargs.values())  # options that ask for nothing
     if step:
         y = decoder_stack.output_of(self, hidden_states, position_embeddings, past_key_values)
         if y is not None:

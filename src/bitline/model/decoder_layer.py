@@ -17,7 +17,7 @@ from torch.nn.modules import module as _module
 from bitline import native
 from bitline.kernels.cpu.native_linear import OP
 from bitline.linear import QuantLinear, needs_dispatcher
-from bitline.model.known_modules import are_known_parts, module_kind
+from bitline.model.known_modules import is_known_attention, is_known_mlp, module_kind
 from bitline.model.kv_cache import kv_cache_layer_class
 from bitline.parallel import RowParallel
 from bitline.parallel.shared_memory import SharedGather
@@ -86,7 +86,7 @@ def decode_token(self: Any, x: Tensor, position_embeddings: Any, cache: Any, *, 
     if layer is None or kv_cache is None or not kv_cache.reserve(layer.kv_heads, layer.head_dim, x.dtype, 1):
         return None
     keys, values = kv_cache.buffers
-    y, fields = torch.empty_like(x), LayerFields(*layer.fields)
+    y, fields = x.new_empty(1 if layer.has_mlp else 2, *x.shape), LayerFields(*layer.fields)
     fields[X], fields[Y], fields[COS], fields[SIN] = x.data_ptr(), y.data_ptr(), cos.data_ptr(), sin.data_ptr()
     fields[KEYS], fields[VALUES], fields[CAPACITY] = keys.data_ptr(), values.data_ptr(), keys.shape[2]
     fields[POSITION] = kv_cache.length
@@ -97,14 +97,19 @@ def decode_token(self: Any, x: Tensor, position_embeddings: Any, cache: Any, *, 
             layer.shared.check(failed)
         return None
     kv_cache.length += 1
-    return y
+    if layer.has_mlp:
+        return y[0]
+    residual, normed = y.unbind(0)
+    out: Tensor = residual + self._modules["mlp"](normed)
+    return out
 
 
 class DescribedLayer(NamedTuple):
     """What native code needs of a decoder layer, without what changes from token to token.
 
     fields: of csrc/decode_step.h's DecoderLayer. scalars: of its LayerScalars. tensors: weights and biases behind the addresses
-    in `fields`, and those of the norms. shared: what sums outputs over tensor-parallel ranks.
+    in `fields`, and those of the norms. shared: what sums outputs over tensor-parallel ranks. has_mlp: whether native code
+    computes the MLP too; else it is called as a module, as experts are.
     """
 
     fields: list[int]
@@ -113,6 +118,7 @@ class DescribedLayer(NamedTuple):
     head_dim: int
     tensors: list[Tensor]
     shared: SharedGather | None
+    has_mlp: bool
 
 
 def described(layer: Any, hidden: int, rotated: int) -> DescribedLayer | None:
@@ -122,12 +128,17 @@ def described(layer: Any, hidden: int, rotated: int) -> DescribedLayer | None:
     """
     modules = layer._modules
     attention, mlp = modules["self_attn"], modules["mlp"]
-    if not are_known_parts(attention, mlp) or is_modified(attention) or is_modified(mlp) or is_modified(mlp._modules["act_fn"]):
+    if not is_known_attention(attention) or is_modified(attention):
         return None
-    linears = _packed_linears(modules)
+    has_mlp = is_known_mlp(mlp)
+    if has_mlp and (is_modified(mlp) or is_modified(mlp._modules["act_fn"])):
+        return None
+    linears = _packed_linears(modules, has_mlp)
     if linears is None:
         return None
-    weights, (q_size, kv_size, _, _, intermediate, *_), shared = linears
+    weights, (q_size, kv_size, _, _, *rest), shared = linears
+    if not has_mlp:
+        weights += [None] * 6
     head_dim = attention.head_dim
     kv_heads, q_per_kv = kv_size // head_dim, q_size // kv_size
     found = _norm_weights(modules, attention, hidden, head_dim)
@@ -136,10 +147,10 @@ def described(layer: Any, hidden: int, rotated: int) -> DescribedLayer | None:
     norms, epsilons = found
     fields = [
         0, 0, *map(_address, norms), 0, 0, 0, 0, *map(_address, weights),
-        hidden, kv_heads, q_per_kv, head_dim, 0, 0, intermediate, 0 if shared is None else shared.address,
+        hidden, kv_heads, q_per_kv, head_dim, 0, 0, rest[0] if has_mlp else 0, 0 if shared is None else shared.address,
     ]  # fmt: skip
     tensors = [t for t in (*norms, *weights) if t is not None]
-    return DescribedLayer(fields, (attention.scaling, *epsilons), kv_heads, head_dim, tensors, shared)
+    return DescribedLayer(fields, (attention.scaling, *epsilons), kv_heads, head_dim, tensors, shared, has_mlp)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -161,14 +172,14 @@ def native_kv_cache(attention: Any, cache: Any) -> Any:
     return layers[index]
 
 
-def _packed_linears(modules: Any) -> tuple[list[Tensor | None], list[int], SharedGather | None] | None:
+def _packed_linears(modules: Any, has_mlp: bool) -> tuple[list[Tensor | None], list[int], SharedGather | None] | None:
     """Packed weight and bias of each linear layer, in _LINEARS' order, their N, and what sums outputs over ranks; None where one
     of them does not run the native kernel directly.
     """
     tensors: list[Tensor | None] = []
     sizes: list[int] = []
     sums: list[SharedGather | None] = []
-    for owner, names in _LINEARS:
+    for owner, names in _LINEARS if has_mlp else _LINEARS[:1]:
         owned = modules[owner]._modules
         for name in names:
             linear = owned[name]
@@ -187,7 +198,7 @@ def _packed_linears(modules: Any) -> tuple[list[Tensor | None], list[int], Share
             weight, bias, n = direct[1]
             tensors += weight, bias
             sizes.append(n)
-    return (tensors, sizes, sums[0]) if sums[0] is sums[1] else None
+    return (tensors, sizes, sums[0]) if sums[0] is sums[-1] else None
 
 
 def _native_sum(layer: RowParallel) -> SharedGather | None:

@@ -213,7 +213,7 @@ class _Prepared:
         found: list[DescribedLayer] = []
         for layer in layers:
             one = described(layer, hidden, rotated)
-            if one is None or one.shared is not (found[0].shared if found else one.shared):
+            if one is None or not one.has_mlp or one.shared is not (found[0].shared if found else one.shared):
                 return None
             found.append(one)
         return cls(layers, found, hidden, rotated)

@@ -18,6 +18,7 @@ from torch import nn
 # SHA-256 of known function bodies, unparsed from their syntax trees: without comments, docstrings and annotations.
 _KNOWN_BODIES = {
     "50b8139e32eaccc8": "rms_norm", "5b8abf7af12a4b42": "mlp", "b139d1b607c01194": "decoder_layer",
+    "963fa4d47f287836": "decoder_layer",  # Mixtral
     "edb09e4cdb72174c": "attention", "ea92a9846ca1ecb5": "attention", "992c57d97163d600": "attention",  # Llama, Mistral, Qwen2
     "457e3a53f1f0cfb6": "attention_qk_norm",  # Qwen3
     "257620718ecff20c": "apply_rotary_pos_emb", "b92c1a98279c25d0": "rotate_half",
@@ -84,22 +85,28 @@ def body_hash(function: Any) -> str:
 
 def is_known_layer(layer: Any) -> bool:
     """Whether a module is a decoder layer that native code can compute, and its parts are known too."""
+    return has_known_attention(layer) and is_known_mlp(layer._modules["mlp"])
+
+
+def has_known_attention(layer: Any) -> bool:
+    """Whether a module is a decoder layer that native code can compute up to its MLP, of whatever kind that is."""
     if module_kind(layer) != "decoder_layer":
         return False
     parts = [layer._modules.get(name) for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")]
     if any(part is None for part in parts):
         return False
-    attention, mlp, *norms = parts
-    return are_known_parts(attention, mlp) and all(module_kind(norm) == "rms_norm" for norm in norms)
+    attention, _, *norms = parts
+    return is_known_attention(attention) and all(module_kind(norm) == "rms_norm" for norm in norms)
 
 
-def are_known_parts(attention: Any, mlp: Any) -> bool:
-    """Whether native code can compute a decoder layer's attention and MLP."""
-    return (
-        module_kind(attention).startswith("attention")
-        and module_kind(mlp) == "mlp"
-        and type(mlp._modules.get("act_fn")) in _silu_classes()
-    )
+def is_known_attention(attention: Any) -> bool:
+    """Whether native code can compute a decoder layer's attention."""
+    return module_kind(attention).startswith("attention")
+
+
+def is_known_mlp(mlp: Any) -> bool:
+    """Whether native code can compute a decoder layer's MLP."""
+    return module_kind(mlp) == "mlp" and type(mlp._modules.get("act_fn")) in _silu_classes()
 
 
 @functools.cache
