@@ -25,10 +25,11 @@ from bitline.formats.gguf.blocks import BLOCKS
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES
 from bitline.kernels.cpu.native_linear import CPUBatchInvariantLinearKernel, CPUWNA16LinearKernel
 from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
+from bitline.parallel.shared_memory import LINE
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import inputs, random_spec, random_weight
 from bitline.types import LinearSpec
-from sanitized_calls import ACTS, INT4
+from sanitized_calls import ACTS, INT4, shared
 
 Case = tuple[str, Tensor | int]
 BF16 = torch.bfloat16
@@ -239,9 +240,23 @@ def decode_layer(core: native.Core) -> Iterator[Case]:
         yield f"decode_layers {hidden}", both
 
 
+def ranks(core: native.Core) -> Iterator[Case]:
+    """Gathers and sums, where the other ranks have left random numbers."""
+    for n in (1, 17, 130, 20000):
+        for world, rank in ((1, 0), (3, 1)):
+            for dtype in (torch.float32, BF16):
+                view = shared(world, n * dtype.itemsize, rank)
+                view.memory_of[world * LINE :][: 2 * world * n * dtype.itemsize].view(dtype).normal_()
+                x, parts, y = torch.randn(n).to(dtype), torch.zeros(world, n, dtype=dtype), torch.zeros(n, dtype=BF16)
+                assert core.ranks_gather(ctypes.addressof(view), x.data_ptr(), x.nbytes, parts.data_ptr()) == 0
+                assert core.ranks_sum(ctypes.addressof(view), x.data_ptr(), n, DTYPE_CODES[dtype], y.data_ptr(), 2) == 0
+                yield f"ranks_gather {dtype} {n} rank {rank} of {world}", parts
+                yield f"ranks_sum {dtype} {n} rank {rank} of {world}", y
+
+
 # ---- dump and compare ----------------------------------------------------------------------------------------------------
 
-AT_EVERY_LEVEL = (gptq_awq, bit_streams, gguf_blocks, int4pack, decode_ops)
+AT_EVERY_LEVEL = (gptq_awq, bit_streams, gguf_blocks, int4pack, decode_ops, ranks)
 FROM_AVX2 = (linear, fused_gemv, experts, decode_layer)
 
 
