@@ -22,7 +22,7 @@ struct Team {
   alignas(64) uint32_t published;  // generation; threads wait for another one
   uint32_t opening;                // generation whose fields are being written, before it is published
   uint32_t count;                  // tasks of the loop; all fields are of `published`
-  uint32_t closed;
+  uint32_t ends;                   // 1: it is no loop, but where threads leave the team
   Task task;
   void* context;
   alignas(64) uint32_t in_use;
@@ -34,9 +34,9 @@ struct Team {
 Team team;
 __thread bool leads = false;
 
-// A loop as one thread has read it.
+// A loop as one thread has read it, or the end of all.
 struct Loop {
-  uint32_t generation, count, closed;
+  uint32_t generation, count, ends;
   Task task;
   void* context;
 };
@@ -44,10 +44,10 @@ struct Loop {
 template <class T> T load(const T* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 template <class T> void store(T* at, T value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
 
-void publish(uint32_t count, Task task, void* context, bool closed) {
+void publish(uint32_t count, Task task, void* context, bool ends) {
   const uint32_t generation = team.published + 1;
   __atomic_store_n(&team.opening, generation, __ATOMIC_SEQ_CST);
-  store(&team.count, count), store(&team.task, task), store(&team.context, context), store(&team.closed, uint32_t(closed));
+  store(&team.count, count), store(&team.task, task), store(&team.context, context), store(&team.ends, uint32_t(ends));
   store(&team.published, generation);
 }
 
@@ -57,7 +57,7 @@ Loop next_loop(uint32_t seen) {
     Loop loop;
     loop.generation = load(&team.published);
     if (loop.generation != seen) {
-      loop.count = load(&team.count), loop.task = load(&team.task), loop.context = load(&team.context), loop.closed = load(&team.closed);
+      loop.count = load(&team.count), loop.task = load(&team.task), loop.context = load(&team.context), loop.ends = load(&team.ends);
       if (load(&team.opening) == loop.generation) return loop;
     }
     pause_cpu();
@@ -96,18 +96,23 @@ bool is_finished() {
   return finished == team.target;
 }
 
+// A thread's part of a loop: its own share, and once it has waited for a while what others have left. Returns when `is_over()`.
+template <class F> void work_until(const F& is_over, const Loop& loop, int own) {
+  run_share(loop, own, own);
+  for (int i = 0; !is_over(); ++i) {
+    if (i == kGraceSpins) take_over(loop, own);
+    pause_cpu();
+  }
+}
+
 void follow(int own) {
   mark_parallel_region(true);
   uint32_t seen = load(&team.published) - 1;  // the loop in progress, if any, has tasks to take over
   for (;;) {
     const Loop loop = next_loop(seen);
-    if (loop.closed) break;
+    if (loop.ends) break;
     seen = loop.generation;
-    if (own < team.threads) run_share(loop, own, own);
-    for (int i = 0; load(&team.published) == seen; ++i) {
-      if (i == kGraceSpins && own < team.threads) take_over(loop, own);
-      pause_cpu();
-    }
+    work_until([&] { return load(&team.published) != seen; }, loop, own);
   }
   mark_parallel_region(false);
 }
@@ -129,7 +134,11 @@ void close_awake_team() { __atomic_store_n(&team.in_use, 0, __ATOMIC_RELEASE); }
 bool leads_awake_team() { return leads; }
 
 void join_awake_team(bool as_leader, void (*leader)(void*), void* context) {
-  if (!as_leader) return follow(__atomic_add_fetch(&team.joined, 1, __ATOMIC_RELAXED));
+  if (!as_leader) {
+    const int own = __atomic_add_fetch(&team.joined, 1, __ATOMIC_RELAXED);
+    if (own < team.threads) follow(own);  // more threads have no share
+    return;
+  }
   leads = true;
   leader(context);
   leads = false;
@@ -139,12 +148,7 @@ void join_awake_team(bool as_leader, void (*leader)(void*), void* context) {
 void run_on_awake_team(int64_t n, Task task, void* context) {
   team.target += uint64_t(n);
   publish(uint32_t(n), task, context, false);
-  const Loop loop{team.published, uint32_t(n), 0, task, context};
-  run_share(loop, 0, 0);
-  for (int i = 0; !is_finished(); ++i) {
-    if (i == kGraceSpins) take_over(loop, 0);
-    pause_cpu();
-  }
+  work_until([] { return is_finished(); }, {team.published, uint32_t(n), 0, task, context}, 0);
 }
 
 }  // namespace bitline

@@ -6,9 +6,9 @@
 
 namespace bitline {
 
-// To be called by every thread of a team, the one that leads among them, with `leads` set there: that thread runs leader(context), the
-// others compute tasks of its loops until it returns.
-void join_awake_team(bool leads, void (*leader)(void*), void* context);
+// To be called by every thread of a team, the one that leads among them with `as_leader`: that thread runs leader(context), the others
+// compute tasks of its loops until it returns.
+void join_awake_team(bool as_leader, void (*leader)(void*), void* context);
 
 // Prepare a team of `threads`, for join_awake_team. False: there is one already, or it would be too large.
 bool open_awake_team(int threads);

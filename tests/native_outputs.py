@@ -229,9 +229,9 @@ def decode_layer(core: native.Core) -> Iterator[Case]:
         layer = (ctypes.c_int64 * 32)(*addresses, hidden, kv_heads, repeat, dim, 130, 129, intermediate, 0)
         assert core.decode_layer(ctypes.addressof(layer), 0.2, 1e-6, 1e-6, 1e-6) == 0
         yield f"decode_layer {hidden}", torch.cat((y, cache.flatten()))
-        attention = list(layer)
-        attention[1], attention[18:24] = (out := torch.zeros(2, hidden, dtype=BF16)).data_ptr(), [0] * 6
-        assert core.decode_layer(ctypes.addressof((ctypes.c_int64 * 32)(*attention)), 0.2, 1e-6, 1e-6, 1e-6) == 0
+        attention, out = (ctypes.c_int64 * 32)(*layer), torch.zeros(2, hidden, dtype=BF16)
+        attention[1], attention[18:24] = out.data_ptr(), [0] * 6
+        assert core.decode_layer(ctypes.addressof(attention), 0.2, 1e-6, 1e-6, 1e-6) == 0
         yield f"decode_layer without MLP {hidden}", out
         twice, scalars = (ctypes.c_int64 * 64)(*layer, *layer), (ctypes.c_double * 8)(*(0.2, 1e-6, 1e-6, 1e-6) * 2)
         both = torch.zeros(2, hidden, dtype=BF16)

@@ -3,6 +3,7 @@
 
 #include "gemm.h"
 #include "variants/gemm_f32_dequant.h"
+#include "variants/gemm_group_scales.h"
 #include "variants/gemm_pack_activations.h"
 
 namespace bitline::BITLINE_ISA {
@@ -13,22 +14,13 @@ struct ScaleOffset {
   F32 scale, offset;
 };
 
-// The scales and offsets of one N block and group.
-struct ScaleRow {
-  const PackedHeader& w;
-  const uint8_t* base;
-  int64_t first, super_first;
-  INLINE ScaleRow(const GemmCall& c, int64_t block, int64_t g) : w(*c.w), base(c.base) {
-    first = (block * w.num_groups + g) * kBlockN, super_first = 0;
-    if (!w.super_scales) return;
-    const int64_t per = w.groups_per_super_scale;
-    super_first = (block * ((w.num_groups + per - 1) / per) + g / per) * kBlockN;
-  }
+// The factors of one N block and group.
+struct ScaleRow : GroupScales {
+  INLINE ScaleRow(const GemmCall& c, int64_t block, int64_t g) : GroupScales(c, block, g) {}
   INLINE ScaleOffset at(int lane) const {
-    const auto super = [&](int64_t section) INLINE_LAMBDA { return reinterpret_cast<const float*>(base + section) + super_first + lane; };
-    ScaleOffset a{load_scales(base + w.scales, w.scale_type, first + lane, super(w.super_scales)), F32{}};
+    ScaleOffset a{scale(lane), F32{}};
     if (w.offset_type == kNone) return a;
-    a.offset = load_scales(base + w.offsets, w.offset_type, first + lane, super(w.super_offsets));
+    a.offset = offset(lane);
     if (w.offset_type == kZeroPoint) a.offset = -(a.scale * a.offset);
     return a;
   }

@@ -4,11 +4,7 @@
 
 #include <string.h>
 
-#ifdef BITLINE_ISA_avx512
-#include "variants/gemm_avx512_dequant.h"
-#else
-#include "variants/gemm_f32_dequant.h"
-#endif
+#include "variants/gemm_group_scales.h"
 #include "variants/transpose.h"
 #include "variants/vector_math.h"
 
@@ -57,19 +53,6 @@ bool supports(const PackedHeader&) { return true; }
 
 #endif
 
-// The scales and offsets of one group, kLanes rows of an N block from `lane` on.
-struct GroupScale {
-  F32 scale, offset;
-  INLINE GroupScale(const GemmCall& c, int64_t block, int64_t g, int lane) {
-    const PackedHeader& w = *c.w;
-    const int64_t first = (block * w.num_groups + g) * kBlockN + lane, per = w.groups_per_super_scale;
-    const int64_t super_first = w.super_scales ? (block * ((w.num_groups + per - 1) / per) + g / per) * kBlockN + lane : 0;
-    const auto super = [&](int64_t section) { return reinterpret_cast<const float*>(c.base + section) + super_first; };
-    scale = load_scales(c.base + w.scales, w.scale_type, first, super(w.super_scales));
-    offset = w.offset_type == kNone ? F32{} : load_scales(c.base + w.offsets, w.offset_type, first, super(w.super_offsets));
-  }
-};
-
 enum OffsetKind { kNoOffset, kCodeOffset, kValueOffset };
 
 // `count` packed columns from `first` on of an N block, to panel [count][32].
@@ -83,14 +66,15 @@ void fill_panel(const GemmCall& c, int64_t block, int64_t first, int64_t count, 
     for (int64_t k = first; k < first + count;) {
       const int64_t g = k / w.group_k, group_end = (g + 1) * w.group_k;
       const int64_t end = group_end < first + count ? group_end : first + count;
-      const GroupScale group(c, block, g, lane);
+      const GroupScales group(c, block, g);
+      const F32 scale = group.scale(lane), offset = OFFSET == kNoOffset ? F32{} : group.offset(lane);
       for (; k < end; k += columns, p += k_block_bytes, out += columns * kBlockN) {
         codes.read(p, lane);
         UNROLL for (int j = 0; j < columns; ++j) {
           const F32 v = codes.column(j);
-          if constexpr (OFFSET == kNoOffset) store_f32(out + j * kBlockN, v * group.scale);
-          if constexpr (OFFSET == kCodeOffset) store_f32(out + j * kBlockN, (v - group.offset) * group.scale);
-          if constexpr (OFFSET == kValueOffset) store_f32(out + j * kBlockN, v * group.scale + group.offset);
+          if constexpr (OFFSET == kNoOffset) store_f32(out + j * kBlockN, v * scale);
+          if constexpr (OFFSET == kCodeOffset) store_f32(out + j * kBlockN, (v - offset) * scale);
+          if constexpr (OFFSET == kValueOffset) store_f32(out + j * kBlockN, v * scale + offset);
         }
       }
     }
