@@ -165,8 +165,8 @@ def is_decode_input(layer: Any, x: Tensor, cos: Any, sin: Any) -> bool:
 
 
 def native_kv_cache(attention: Any, cache: Any) -> Any:
-    """The layer's KVCacheLayer; None where the cache is of another kind."""
-    layers, index = getattr(cache, "layers", ()), attention.layer_idx
+    """The layer's KVCacheLayer; None where the cache is of another kind, or the attention is."""
+    layers, index = getattr(cache, "layers", ()), getattr(attention, "layer_idx", None)
     if index is None or index >= len(layers) or type(layers[index]) is not kv_cache_layer_class():
         return None
     return layers[index]

@@ -103,9 +103,7 @@ class DecoderStack:
         """The first layer's output; the others' are kept for them in their KV caches. None where layers have to be computed one
         by one, and then nothing has changed.
         """
-        if not is_decode_input(self.layers[0], x, *rotation) or not self._is_prepared(x.shape[-1], rotation[0].numel()):
-            return None
-        found = self._compute(x, rotation, cache)
+        found = self._compute(x, rotation, cache, self._current)
         if found is None:
             return None
         caches, y = found
@@ -117,16 +115,15 @@ class DecoderStack:
 
     def prepare(self, hidden: int, cache: Any) -> bool:
         """Whether `last_output` can be called from now on with this cache, as long as no layer changes."""
-        first = self.layers[0]
-        head_dim = getattr(first._modules["self_attn"], "head_dim", 0)
-        kv_cache = native_kv_cache(first._modules["self_attn"], cache)
-        return kv_cache is not None and native.core() is not None and self._is_prepared(hidden, head_dim)
+        attention = self.layers[0]._modules["self_attn"]
+        if native.core() is None or native_kv_cache(attention, cache) is None:
+            return False
+        head_dim = getattr(attention, "head_dim", 0)  # one of another class may have none, and is no part of a native call
+        return self._current(hidden, head_dim) is not None
 
     def last_output(self, x: Tensor, rotation: Any, cache: Any) -> Tensor | None:
         """The last layer's output, after `prepare`. None as from `run`."""
-        if not is_decode_input(self.layers[0], x, *rotation):
-            return None
-        found = self._compute(x, rotation, cache)
+        found = self._compute(x, rotation, cache, self._as_prepared)
         if found is None:
             return None
         caches, y = found
@@ -134,20 +131,28 @@ class DecoderStack:
             held.length += 1
         return y[-1]
 
-    def _is_prepared(self, hidden: int, rotated: int) -> bool:
-        """Whether the native call is of the layers as they are now."""
+    def _current(self, hidden: int, rotated: int) -> _Prepared | None:
+        """The native call of the layers as they are now; None where they have to be computed one by one."""
         prepared = self._prepared
         if prepared is None or not prepared.is_current(hidden, rotated):
-            self._prepared = _Prepared.of(self.layers, hidden, rotated)
-        return self._prepared is not None
+            self._prepared = prepared = _Prepared.of(self.layers, hidden, rotated)
+        return prepared
 
-    def _compute(self, x: Tensor, rotation: Any, cache: Any) -> tuple[list[Any], Tensor] | None:
+    def _as_prepared(self, hidden: int, rotated: int) -> _Prepared | None:
+        """The native call of the layers as they were when it was prepared."""
+        prepared = self._prepared
+        return prepared if prepared is not None and prepared.sizes == (hidden, rotated) else None
+
+    def _compute(
+        self, x: Tensor, rotation: Any, cache: Any, prepared_for: Callable[[int, int], _Prepared | None]
+    ) -> tuple[list[Any], Tensor] | None:
         """The layers' KV caches, not longer yet, and outputs [layers, *x.shape]."""
-        core, prepared, (cos, sin) = native.core(), self._prepared, rotation
-        if core is None or prepared is None or (x.shape[-1], cos.numel()) != prepared.sizes or cos.numel() != sin.numel():
+        core, (cos, sin) = native.core(), rotation
+        if core is None or not is_decode_input(self.layers[0], x, cos, sin) or cos.numel() != sin.numel():
             return None
-        found = prepared.pointed_to(cache, x.dtype)
-        if found is None:
+        prepared = prepared_for(x.shape[-1], cos.numel())
+        found = None if prepared is None else prepared.pointed_to(cache, x.dtype)
+        if prepared is None or found is None:
             return None
         caches, fields_at = found
         y = x.new_empty(len(caches), *x.shape)

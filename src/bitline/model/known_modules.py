@@ -12,6 +12,7 @@ import inspect
 import sys
 import textwrap
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -25,6 +26,9 @@ _KNOWN_BODIES = {
     "673f5d551ea25302": "causal_lm", "79b71545dbce782c": "causal_lm",  # their logits are the head's output
     "b9c0eae1e2b38972": "decoder", "5ef674717a323c21": "decoder", "9b8e9bc6275a252a": "decoder",  # Llama, Mistral, Qwen2 to 3
 }  # fmt: skip
+
+# Reading and hashing a source takes longer than a token. By the function: a class's forward may be replaced.
+_kind_of_function: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def module_kind(module: Any) -> str:
@@ -61,7 +65,12 @@ def _known_model(model: Any) -> str:
     cls: Any = type(model)
     if cls.__module__.partition(".")[0] != "transformers" or "forward" in model.__dict__:
         return ""
-    return _KNOWN_BODIES.get(body_hash(inspect.unwrap(cls.forward)), "")
+    forward = inspect.unwrap(cls.forward)
+    if not inspect.isfunction(forward):
+        return ""
+    if forward not in _kind_of_function:
+        _kind_of_function[forward] = _KNOWN_BODIES.get(body_hash(forward), "")
+    return _kind_of_function[forward]
 
 
 def body_hash(function: Any) -> str:
@@ -78,7 +87,8 @@ def body_hash(function: Any) -> str:
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, SyntaxError, TypeError):
         return ""
-    assert isinstance(node, ast.FunctionDef)
+    if not isinstance(node, ast.FunctionDef):  # a lambda's line
+        return ""
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
     return hashlib.sha256("\n".join(map(ast.unparse, body)).encode()).hexdigest()[:16]
 
