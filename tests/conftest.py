@@ -10,6 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("BITLINE_NO_TUNED", "1")  # what was measured on this machine must not change the tests' choices
 
 import pytest
+import torch
 
 from bitline import native
 
@@ -36,3 +37,13 @@ def level(request):
     native.use_isa(request.param)
     yield request.param
     native.use_isa(before)
+
+
+@pytest.fixture
+def one_thread_inference():
+    """Inference mode, on one thread: a second one would wait for other tests' processes at each of thousands of calls."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)

@@ -7,7 +7,7 @@ import bitline
 from bitline.model.plan import quant_linears
 from bitline.testing.oracle import transformers_gguf_model
 from dense_gguf import write_dense
-from tiny import compressed, llama
+from tiny import compressed, llama, random_model
 
 REFERENCE = bitline.Policy(kernel="ReferenceLinearKernel")
 IDS = torch.tensor([[1, 5, 9, 77, 3]])
@@ -31,12 +31,8 @@ def logits(model):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture(tmp_path, name):
-    import transformers
-
     layers, changes = ARCHITECTURES[name]
-    config = getattr(transformers, f"{name}Config")(**(SETTINGS | changes))
-    torch.manual_seed(0)
-    folder, dense = compressed(tmp_path, getattr(transformers, f"{name}ForCausalLM")(config).float().eval())
+    folder, dense = compressed(tmp_path, random_model(name, SETTINGS | changes))
     model = bitline.load_model(folder, dtype=torch.float32, policy=REFERENCE)
     assert len(list(quant_linears(model))) == layers
     assert torch.equal(logits(model), logits(dense))

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import bitline
-import tiny
 from bitline import native
 from bitline.linear import QuantLinear
 from bitline.model import decode_step, decoder_stack
@@ -17,20 +16,14 @@ from bitline.model.decoder_layer import rms_norm_forward
 from bitline.model.known_modules import class_kind
 from bitline.model.kv_cache import kv_cache_layer_class
 from bitline.model.load import load_model
+from decoding import record_calls, token_logits, write_family
 
-pytestmark = pytest.mark.skipif(native.core() is None, reason="needs the native core")
+pytestmark = [
+    pytest.mark.skipif(native.core() is None, reason="needs the native core"),
+    pytest.mark.usefixtures("one_thread_inference"),
+]
 transformers = pytest.importorskip("transformers")
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    """On one thread: a second one would wait for other tests' processes at each of thousands of calls."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(before)
 
 
 def ulps_apart(a, b):
@@ -170,22 +163,13 @@ def test_fused_gemv_equals_separate_layers(schemes, level):
     assert torch.equal(y, torch.cat([layer(x)[0] for layer in layers]))
 
 
-def family(name, **changes):
-    changed = {"Qwen3": {"head_dim": 32}, "Mistral": {"sliding_window": None}}.get(name, {})
-    settings = tiny.SETTINGS | {"max_position_embeddings": 1024}
-    torch.manual_seed(0)
-    with torch.inference_mode(mode=False):
-        config = getattr(transformers, f"{name}Config")(**(settings | changed | changes))
-        return getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
-
-
 @pytest.fixture
 def pair(tmp_path):
     """A model with the native decode step and the same one without."""
 
     def make(name="Llama", **changes):
+        folder = write_family(tmp_path / name, name, **changes)
         with torch.inference_mode(mode=False):
-            folder, _ = tiny.compressed(tmp_path / name, family(name, **changes))
             return load_model(folder, dtype=BF16), load_model(folder, dtype=BF16, native_step=False)
 
     return make
@@ -202,14 +186,10 @@ def install_kv_cache(model, cache):
 
 
 def logits(model, ids, *, native_cache=True):
-    """Of every position from the third on: a prompt of three tokens, then one token at a time."""
     cache = transformers.DynamicCache(config=model.config)
     if native_cache:
         install_kv_cache(model, cache)
-    rows = [model(input_ids=ids[:, :3], past_key_values=cache, use_cache=True).logits[:, -1]]
-    for i in range(3, ids.shape[1]):
-        rows.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits[:, -1])
-    return torch.cat(rows).double()
+    return token_logits(model, ids, cache)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
@@ -229,10 +209,8 @@ def test_whole_models(name, pair, tmp_path, level):
 
 def called(model, monkeypatch):
     """Names of the core's functions that a model calls for one token."""
-    core, names = native.core(), []
-    for name in ("rms_norm", "decode_layer", "decode_layers", "gemv_bf16"):
-        function = getattr(core, name)
-        monkeypatch.setattr(core, name, lambda *a, name=name, function=function: (names.append(name), function(*a))[1])
+    functions = ("rms_norm", "decode_layer", "decode_layers", "gemv_bf16")
+    names = record_calls(monkeypatch, **{name: lambda *_, name=name: name for name in functions})
     logits(model, torch.tensor([[1, 5, 9, 33]]))
     monkeypatch.undo()
     return set(names)
@@ -348,9 +326,7 @@ def test_empty_dynamic_caches_get_native_layers(pair, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
 def test_generate_of_transformers_takes_native_steps(options, pair, monkeypatch):
     fast, plain = pair()
-    core, count = native.core(), []
-    step = core.decode_layers
-    monkeypatch.setattr(core, "decode_layers", lambda *a: count.append(1) or step(*a))
+    count = record_calls(monkeypatch, decode_layers=lambda *_: 1)
     ids, outputs = torch.tensor([[1, 5, 9, 33]]), []
     for model in (fast, plain):
         torch.manual_seed(0)
@@ -501,11 +477,7 @@ def stack_of(model):
 @pytest.fixture
 def native_calls(monkeypatch):
     """Numbers of layers of the native calls."""
-    core, counts = native.core(), []
-    layers, layer = core.decode_layers, core.decode_layer
-    monkeypatch.setattr(core, "decode_layers", lambda *a: counts.append(a[2]) or layers(*a))
-    monkeypatch.setattr(core, "decode_layer", lambda *a: counts.append(1) or layer(*a))
-    return counts
+    return record_calls(monkeypatch, decode_layers=lambda *a: a[2], decode_layer=lambda *_: 1)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])

@@ -17,7 +17,7 @@ from bitline.model.verify import check_layers, find_overflow
 from bitline.testing import random_spec, random_weight
 from bitline.types import ActSpec, LinearSpec
 from test_architectures import ARCHITECTURES, SETTINGS
-from tiny import compressed, llama
+from tiny import compressed, llama, random_model
 
 IDS = torch.tensor([[1, 5, 9, 77, 3]])
 E4M3 = types.float8_e4m3fn
@@ -114,11 +114,7 @@ def merged_names(model):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture(tmp_path, name):
-    import transformers
-
-    config = getattr(transformers, f"{name}Config")(**(SETTINGS | ARCHITECTURES[name][1]))
-    torch.manual_seed(0)
-    folder, dense = compressed(tmp_path, getattr(transformers, f"{name}ForCausalLM")(config).float().eval())
+    folder, dense = compressed(tmp_path, random_model(name, SETTINGS | ARCHITECTURES[name][1]))
     model = loaded(folder, merge=True)
     merges = {"Phi": {"qkv_proj"}, "OPT": {"qkv_proj"}, "Mixtral": {"qkv_proj"}}.get(name, {"qkv_proj", "gate_up_proj"})
     expected = set() if name in ("Phi3", "GPTNeoX", "Falcon") else merges

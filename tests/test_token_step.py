@@ -8,25 +8,18 @@ import torch
 import bitline
 import tiny
 from bitline import native
-from bitline.model import decoder_stack
 from bitline.model import generate as module
 from bitline.model.load import load_model
 from bitline.model.token_step import TokenStep
+from decoding import write_family
 
-pytestmark = pytest.mark.skipif(native.core() is None, reason="needs the native core")
+pytestmark = [
+    pytest.mark.skipif(native.core() is None, reason="needs the native core"),
+    pytest.mark.usefixtures("one_thread_inference"),
+]
 transformers = pytest.importorskip("transformers")
 BF16 = torch.bfloat16
 PROMPT = torch.tensor([[1, 5, 9, 33, 7]])
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    """On one thread: a second one would wait for other tests' processes at each call."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -34,13 +27,8 @@ def load(tmp_path):
     """A loaded model of an architecture, with random weights."""
 
     def make(name="Llama", **changes):
-        families = {"Qwen3": {"head_dim": 32}, "Mistral": {"sliding_window": None}}
-        torch.manual_seed(0)
+        folder = write_family(tmp_path / name, name, **changes)
         with torch.inference_mode(mode=False):
-            settings = tiny.SETTINGS | {"max_position_embeddings": 1024} | families.get(name, {}) | changes
-            config = getattr(transformers, f"{name}Config")(**settings)
-            model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
-            folder, _ = tiny.compressed(tmp_path / name, model)
             return load_model(folder, dtype=BF16)
 
     return make
@@ -78,8 +66,8 @@ class Tokens:
         return " ".join(map(str, torch.as_tensor(ids).tolist()))
 
 
-def generated(model, **options):
-    return module.generate(model, Tokens(), PROMPT, max_new_tokens=20, stop=False, **options).token_ids
+def generated(model):
+    return module.generate(model, Tokens(), PROMPT, max_new_tokens=20, stop=False).token_ids
 
 
 def test_generation_calls_the_forward_for_the_prompt_only(load, monkeypatch):
@@ -88,11 +76,40 @@ def test_generation_calls_the_forward_for_the_prompt_only(load, monkeypatch):
     decoder = type(model.model)
     own = decoder.forward
     monkeypatch.setattr(decoder, "forward", lambda *a, **k: calls.append(1) or own(*a, **k))
-    monkeypatch.setattr(decoder_stack, "of", lambda layers: layers[0].__dict__[decoder_stack._PLACE].stack)
-    monkeypatch.setattr(
-        "bitline.model.token_step.calls_layers_in_order", lambda _: True
-    )  # the patched forward has another source
+    monkeypatch.setattr("bitline.model.token_step.calls_layers_in_order", lambda _: True)  # the patched one has another source
     assert list(generated(model)) == expected and len(calls) == 1
+
+
+@pytest.mark.parametrize("part", ["", "model"])
+def test_a_forward_that_its_class_gets_later_is_called_for_each_token(part, load, monkeypatch):
+    model, calls = load(), []
+    expected = generated(model)
+    cls = type(model.get_submodule(part))
+    own = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda *a, **k: calls.append(1) or own(*a, **k))
+    assert generated(model) == expected and len(calls) == 20
+    monkeypatch.undo()
+    assert generated(model) == expected and len(calls) == 20
+
+
+class WrappedAttention(torch.nn.Module):
+    """Another attention module, with none of its attributes."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments, **options):
+        return self.inner(*arguments, **options)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_replaced_attention_is_called_for_each_token(index, load):
+    model, calls = load(), []
+    layer = model.model.layers[index]
+    layer.self_attn = WrappedAttention(layer.self_attn)
+    layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    assert len(generated(model)) == 20 == len(calls)
 
 
 @pytest.mark.parametrize("part", ["", "model"])
@@ -126,7 +143,6 @@ def test_other_models_and_caches_have_no_step(load):
     cache = started(model)
     assert TokenStep.of(model, cache) is not None
     filled = transformers.DynamicCache(config=model.config)
-    load("Qwen3", num_attention_heads=4)  # another model's
     for layer in filled.layers:
         layer.update(torch.zeros(1, 2, 3, 16, dtype=BF16), torch.zeros(1, 2, 3, 16, dtype=BF16))
     assert TokenStep.of(model, filled) is None

@@ -17,6 +17,7 @@ from bitline.kernels.registry import unregister_kernel
 from bitline.model.decoder_layer import LayerFields
 from bitline.model.verify_fused import DECODE_STEP
 from command import bitline as command
+from decoding import FAMILIES, write_family
 from tiny import SETTINGS, compressed, llama, rewrite
 
 pytest.importorskip("transformers")
@@ -57,14 +58,9 @@ def verify(*words, code=0, dtype="bfloat16"):
 
 
 @needs_core
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_decoder_layer(tmp_path, family):
-    import transformers
-
-    own = {"Qwen3": {"head_dim": 32}, "Mistral": {"sliding_window": None}}.get(family, {})
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SETTINGS | own))
-    path, _ = compressed(tmp_path, getattr(transformers, f"{family}ForCausalLM")(config).float().eval())
+    path = write_family(tmp_path, family)
     report = verify(path, "--m", 1)
     assert report["ok"] and {c["layer"] for c in report["fused"]} == {*LAYERS} and report["skipped"] == []
     assert all(c["kernel"] == DECODE_STEP and c["m"] == 1 and 0 < c["error"] <= c["allowed"] for c in report["fused"])

@@ -18,12 +18,18 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def llama(**changes: Any) -> Any:
-    """A random Llama of two layers: hidden 64, 4 heads over 2 key-value heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def random_model(kind: str, settings: dict[str, Any]) -> Any:
+    """A random causal language model of transformers, as "Llama", in float32. settings: of its config."""
+    import transformers
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**(SETTINGS | changes))).float().eval()
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+
+
+def llama(**changes: Any) -> Any:
+    """A random Llama of two layers: hidden 64, 4 heads over 2 key-value heads."""
+    return random_model("Llama", SETTINGS | changes)
 
 
 def compressed(

@@ -8,21 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import bitline
-from tiny import compressed, llama
+from tiny import compressed, llama, random_model
 
 
 def other(kind, **changes):
     """A random two-layer model of another architecture, with the sizes of tiny.llama."""
-    import transformers
-
     settings = {
         "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "vocab_size": 100, "max_position_embeddings": 64, "tie_word_embeddings": False, "initializer_range": 0.3,
         "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(settings | changes))
-    return getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    return random_model(kind, settings | changes)
 
 
 def checkpoint(folder, model, *, float_dtype=torch.float16):

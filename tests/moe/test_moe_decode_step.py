@@ -8,29 +8,20 @@ from moe_models import make
 import bitline
 from bitline import native
 from bitline.model import decode_step
+from decoding import record_calls, token_logits
 
-pytestmark = pytest.mark.skipif(native.core() is None, reason="needs the native core")
-transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.skipif(native.core() is None, reason="needs the native core"),
+    pytest.mark.usefixtures("one_thread_inference"),
+]
+pytest.importorskip("transformers")
 IDS = torch.randint(3, 100, (1, 40), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    """On one thread: a second one would wait for other tests' processes at each call."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
 def native_calls(monkeypatch):
     """Addresses of the described layers, whether their MLP is native."""
-    core, calls = native.core(), []
-    layer = core.decode_layer
-    monkeypatch.setattr(core, "decode_layer", lambda at, *a: calls.append(has_native_mlp(at)) or layer(at, *a))
-    return calls
+    return record_calls(monkeypatch, decode_layer=lambda at, *_: has_native_mlp(at))
 
 
 def has_native_mlp(address):
@@ -40,12 +31,7 @@ def has_native_mlp(address):
 
 
 def logits(model):
-    """Of a prompt of three tokens and of each after it: [T, V]."""
-    cache = transformers.DynamicCache(config=model.config)
-    rows = [model(input_ids=IDS[:, :3], past_key_values=cache, use_cache=True).logits[:, -1]]
-    for i in range(3, IDS.shape[1]):
-        rows.append(model(input_ids=IDS[:, i : i + 1], past_key_values=cache, use_cache=True).logits[:, -1])
-    return torch.cat(rows).double()
+    return token_logits(model, IDS)
 
 
 @pytest.mark.parametrize("form", ["qwen3 gptq", "mixtral gptq", "qwen3 experts only"])

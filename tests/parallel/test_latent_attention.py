@@ -3,7 +3,6 @@
 import pytest
 import ranks
 import torch
-import transformers
 from forms import FORMS, everything, with_changes
 from moe_files import write
 from moe_models import CLASSES, SIZES, make
@@ -11,7 +10,7 @@ from test_parallel import case, check, check_plan, packed_bytes
 
 import bitline
 from bitline.model.rank_plan import RankPlan
-from tiny import compressed
+from tiny import compressed, random_model
 
 pytestmark = pytest.mark.xdist_group("parallel")
 
@@ -36,10 +35,8 @@ NAMES = [*MADE, *ARCHS, *OWN]
 
 def architecture(name, folder):
     """As compressed-tensors W4A16."""
-    torch.manual_seed(0)
     own = CLASSES["deepseek_v3"][1] | {"q_lora_rank": 64} | ARCHS[name]
-    config = getattr(transformers, f"{name}Config")(**(SIZES | own))
-    return compressed(folder, getattr(transformers, f"{name}ForCausalLM")(config).float().eval())[0]
+    return compressed(folder, random_model(name, SIZES | own))[0]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import sys
 import pytest
 import ranks
 import torch
-import transformers
 from forms import FORMS
 from safetensors.torch import load_file, save_file
 from whole_models import FIXTURES, complete
@@ -18,7 +17,7 @@ import bitline
 from bitline import native
 from bitline.model.rank_plan import RankPlan
 from test_architectures import ARCHITECTURES, SETTINGS
-from tiny import compressed, llama
+from tiny import compressed, llama, random_model
 
 pytestmark = pytest.mark.xdist_group("parallel")  # one process writes the models and starts the ranks
 
@@ -36,10 +35,7 @@ BOUND, FLIPS = 3e-6, 2e-3
 
 
 def architecture(name, folder):
-    changes = (ARCHITECTURES | MORE)[name][1]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**(SETTINGS | changes))
-    return compressed(folder, getattr(transformers, f"{name}ForCausalLM")(config).float().eval())[0]
+    return compressed(folder, random_model(name, SETTINGS | (ARCHITECTURES | MORE)[name][1]))[0]
 
 
 def sizes(folder, **changes):
