@@ -4,6 +4,7 @@
 
 #include "gemm.h"
 #include "parallel.h"
+#include "routed_mlp.h"
 #include "scratch.h"
 
 namespace bitline {
@@ -15,16 +16,18 @@ const DecodeKernels& decode_kernels() {
   return dispatch(by_level);
 }
 
-namespace {
-
-__thread Scratch op_scratch, layer_scratch;  // of one operation; a layer's intermediate vectors
-
 bool has_shape(const void* packed, int64_t n, int64_t k) {
   const PackedHeader& w = *static_cast<const PackedHeader*>(packed);
   return w.magic == kPackedMagic && w.n == n && w.k == k;
 }
 
+namespace {
+
+__thread Scratch op_scratch, layer_scratch;  // of one operation; a layer's intermediate vectors
+
 bool has_mlp_shapes(const DecoderLayer& l) {
+  if (l.routed != nullptr) return l.ranks == nullptr && has_routed_shapes(*l.routed, l.hidden);
+  if (l.gate == nullptr) return true;
   return has_shape(l.gate, l.intermediate, l.hidden) && has_shape(l.up, l.intermediate, l.hidden) &&
          has_shape(l.down, l.hidden, l.intermediate);
 }
@@ -110,7 +113,7 @@ int run_layer(const DecoderLayer& l, const LayerScalars& s) {
   const int64_t hidden = l.hidden, intermediate = l.intermediate, q_size = l.kv_heads * l.q_per_kv * l.head_dim;
   const int64_t kv_size = l.kv_heads * l.head_dim;
   if (!has_shape(l.q, q_size, hidden) || !has_shape(l.k, kv_size, hidden) || !has_shape(l.v, kv_size, hidden) ||
-      !has_shape(l.o, hidden, q_size) || (l.gate != nullptr && !has_mlp_shapes(l)) || (l.ranks != nullptr && hidden * 2 > l.ranks->capacity))
+      !has_shape(l.o, hidden, q_size) || !has_mlp_shapes(l) || (l.ranks != nullptr && hidden * 2 > l.ranks->capacity))
     return -4;
   const size_t count = size_t(2 * q_size + 2 * kv_size + 2 * hidden + 3 * intermediate);
   uint16_t* qkv = static_cast<uint16_t*>(reserve(layer_scratch, count * 2));
@@ -131,13 +134,18 @@ int run_layer(const DecoderLayer& l, const LayerScalars& s) {
   if (const int failed = bitline_gemm(attended, 1, l.o, l.o_bias, projected, kBFloat16)) return failed;
   if (l.ranks != nullptr && bitline_ranks_sum(l.ranks, projected, hidden, kBFloat16, projected, kBFloat16)) return kLost;
   const auto error = [&](int code) { return l.ranks == nullptr ? code : kLost; };  // the other ranks go on
-  if (l.gate == nullptr) {
+  if (l.gate == nullptr && l.routed == nullptr) {
     kernels.add(l.x, projected, l.y, hidden);
     kernels.rms_norm(l.y, l.post_attention_norm, l.y + hidden, hidden, float(s.post_attention_epsilon));
     return 0;
   }
   kernels.add(l.x, projected, residual, hidden);
   kernels.rms_norm(residual, l.post_attention_norm, normed, hidden, float(s.post_attention_epsilon));
+  if (l.routed != nullptr) {
+    if (const int failed = run_routed_mlp(*l.routed, normed, l.y, hidden)) return failed;
+    kernels.add(residual, l.y, l.y, hidden);
+    return 0;
+  }
   if (const int failed = bitline_fused_gemv(normed, hidden, l.gate, l.gate_bias, l.up, l.up_bias, nullptr, nullptr, gate_up,
                                             kBFloat16))
     return error(failed);
@@ -159,8 +167,8 @@ template <class F> void run_awake_unless_ranks(const DecoderLayer& l, const F& r
 
 // One token through a decoder layer: norm, attention and o_proj, norm, gated MLP, with both residual connections. Returns 0;
 // -2: no memory; -3: no kernel at this ISA level; -4: the weights are not of these sizes; -5: another rank is lost, or an error
-// came after ranks had exchanged something. Where `gate` is null the MLP is left out: y [2][hidden] is the residual before it and what
-// it gets, the residual normed. On errors y and `position` of the KV cache are garbage.
+// came after ranks had exchanged something. Where `gate` and `routed` are null the MLP is left out: y [2][hidden] is the residual before
+// it and what it gets, the residual normed. An MLP with experts has no ranks. On errors y and `position` of the KV cache are garbage.
 BITLINE_EXPORT int bitline_decode_layer(const void* layer, double scale, double input_epsilon, double post_attention_epsilon,
                                         double qk_epsilon) {
   const DecoderLayer& l = *static_cast<const DecoderLayer*>(layer);
@@ -186,7 +194,7 @@ BITLINE_EXPORT int bitline_decode_layers(const void* layers, const void* scalars
     }
   };
   for (int64_t i = 0; i < count; ++i)
-    if (all[i].gate == nullptr) return -4;
+    if (all[i].gate == nullptr && all[i].routed == nullptr) return -4;
   if (count > 0) run_awake_unless_ranks(all[0], run);
   return failed;
 }

@@ -7,6 +7,8 @@
 
 namespace bitline {
 
+struct RoutedMlp;  // routed_mlp.h
+
 // Attention of one query token in one layer. keys, values: [kv_heads][capacity][head_dim], of which `length` positions count.
 struct Attention {
   const uint16_t *queries;  // [kv_heads * q_per_kv][head_dim], RoPE applied
@@ -19,14 +21,15 @@ struct Attention {
 // and biases may be null. Python fills it as an array of 64-bit integers in this order (model/decode_step.py).
 struct DecoderLayer {
   const uint16_t* x;  // [hidden]
-  uint16_t* y;        // [hidden]; [2][hidden] where gate is null and the MLP is left out
+  uint16_t* y;        // [hidden]; [2][hidden] where gate and routed are null and the MLP is left out
   const uint16_t *input_norm, *post_attention_norm, *q_norm, *k_norm, *cos, *sin;
   uint16_t *keys, *values;  // of the KV cache, [kv_heads][capacity][head_dim]; the token's are written to `position`
   const void *q, *q_bias, *k, *k_bias, *v, *v_bias, *o, *o_bias, *gate, *gate_bias, *up, *up_bias, *down, *down_bias;
   int64_t hidden, kv_heads, q_per_kv, head_dim, capacity, position, intermediate;
   Ranks* ranks;  // heads and intermediate channels are this rank's, and o and down are summed over ranks; null: whole layers
+  const RoutedMlp* routed;  // an MLP with experts, in place of gate, up and down
 };
-static_assert(sizeof(DecoderLayer) == 32 * 8);
+static_assert(sizeof(DecoderLayer) == 33 * 8);
 
 struct LayerScalars {
   double scale, input_epsilon, post_attention_epsilon, qk_epsilon;  // scale: of attention
@@ -43,6 +46,10 @@ struct DecodeKernels {
   // y = bf16(silu(gate)) * up
   void (*silu_and_mul)(const uint16_t* gate, const uint16_t* up, uint16_t* y, int64_t n);
   void (*add)(const uint16_t* a, const uint16_t* b, uint16_t* y, int64_t n);
+  // y = a + bf16(bf16(sigmoid(gate)) * b), with one gate for all
+  void (*add_gated)(const uint16_t* a, uint16_t gate, const uint16_t* b, uint16_t* y, int64_t n);
+  // y = exp(x - max(x)) / sum(exp(x - max(x)))
+  void (*softmax)(const uint16_t* x, float* y, int64_t n);
   // RoPE: y = bf16(x * cos) + bf16(rotate_half(x) * sin) for each head
   void (*rope)(const uint16_t* x, const uint16_t* cos, const uint16_t* sin, uint16_t* y, int64_t heads, int64_t head_dim);
   // Split-KV attention over positions [begin, end) of one KV head. partial, for each of its query heads: the largest score, the
@@ -60,8 +67,13 @@ struct DecodeKernels {
 };
 const DecodeKernels& decode_kernels();  // of the ISA level in use
 
+// Whether a packed weight has this shape.
+bool has_shape(const void* packed, int64_t n, int64_t k);
+
 namespace portable { extern const DecodeKernels decode_kernels; }
 BITLINE_AVX2(namespace avx2 { extern const DecodeKernels decode_kernels; })
 BITLINE_AVX512(namespace avx512 { extern const DecodeKernels decode_kernels; })
 
 }  // namespace bitline
+
+BITLINE_EXPORT int bitline_gemv_bf16(const uint16_t* x, const uint16_t* w, uint16_t* y, int64_t n, int64_t k);

@@ -40,3 +40,5 @@ BITLINE_AVX2(namespace avx2 { extern const ExpertKernels expert_kernels; })
 BITLINE_NEON(namespace neon { extern const ExpertKernels expert_kernels; })
 
 }  // namespace bitline
+
+BITLINE_EXPORT int bitline_experts(const void* call, double alpha, double limit);

@@ -134,7 +134,7 @@ IsaLevel isa_level() { return IsaLevel(__atomic_load_n(&current, __ATOMIC_RELAXE
 using namespace bitline;
 
 // Raised with every change of an exported name or signature; native.py holds the same number.
-BITLINE_EXPORT int bitline_abi() { return 9; }
+BITLINE_EXPORT int bitline_abi() { return 10; }
 
 BITLINE_EXPORT int bitline_isa() { return isa_level(); }
 

@@ -25,11 +25,11 @@ from bitline.formats.gguf.blocks import BLOCKS
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES
 from bitline.kernels.cpu.native_linear import CPUBatchInvariantLinearKernel, CPUWNA16LinearKernel
 from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
-from bitline.parallel.shared_memory import LINE
+from bitline.model.decoder_layer import ROUTED, LayerFields
 from bitline.testing.conformance import default_specs
 from bitline.testing.generators import inputs, random_spec, random_weight
 from bitline.types import LinearSpec
-from sanitized_calls import ACTS, INT4, shared
+from sanitized_calls import ACTS, INT4, routed_mlp, shared
 
 Case = tuple[str, Tensor | int]
 BF16 = torch.bfloat16
@@ -213,6 +213,16 @@ def decode_ops(core: native.Core) -> Iterator[Case]:
             yield f"decode_attention {kv_heads} {repeat} {dim} {n}", torch.cat((out.flatten(), cache.flatten()))
 
 
+def routing(core: native.Core) -> Iterator[Case]:
+    for experts, top_k, hidden in ((1, 1, 1), (8, 2, 576), (60, 4, 130), (513, 9, 33)):
+        x, router = random_bf16(hidden), random_bf16(experts, hidden)
+        for renormalize, rounded in ((0, 0), (1, 1)):
+            index, weights = torch.zeros(top_k, dtype=torch.int64), torch.zeros(top_k)
+            sizes = (hidden, experts, top_k, renormalize, rounded)
+            assert core.route(x.data_ptr(), router.data_ptr(), *sizes, index.data_ptr(), weights.data_ptr()) == 0
+            yield f"route {top_k} of {experts} {renormalize} {rounded}", torch.cat((index.float(), weights))
+
+
 def decode_layer(core: native.Core) -> Iterator[Case]:
     for hidden, kv_heads, repeat, dim, intermediate, qk_norm in ((33, 1, 1, 16, 7, False), (130, 2, 3, 48, 95, True)):
         q, kv = kv_heads * repeat * dim, kv_heads * dim
@@ -226,37 +236,37 @@ def decode_layer(core: native.Core) -> Iterator[Case]:
             kind = (types.uint4b8, types.int8)[n % 2]
             tensors += CPUWNA16LinearKernel.pack(random_weight(LinearSpec(n, k, kind, (1, k)), n))["weight"], None
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        layer = (ctypes.c_int64 * 32)(*addresses, hidden, kv_heads, repeat, dim, 130, 129, intermediate, 0)
+        layer = LayerFields(*addresses, hidden, kv_heads, repeat, dim, 130, 129, intermediate, 0, 0)
         assert core.decode_layer(ctypes.addressof(layer), 0.2, 1e-6, 1e-6, 1e-6) == 0
         yield f"decode_layer {hidden}", torch.cat((y, cache.flatten()))
-        attention, out = (ctypes.c_int64 * 32)(*layer), torch.zeros(2, hidden, dtype=BF16)
-        attention[1], attention[18:24] = out.data_ptr(), [0] * 6
+        attention = LayerFields(*layer)
+        attention[1], attention[18:24] = (out := torch.zeros(2, hidden, dtype=BF16)).data_ptr(), [0] * 6
         assert core.decode_layer(ctypes.addressof(attention), 0.2, 1e-6, 1e-6, 1e-6) == 0
-        yield f"decode_layer without MLP {hidden}", out
-        twice, scalars = (ctypes.c_int64 * 64)(*layer, *layer), (ctypes.c_double * 8)(*(0.2, 1e-6, 1e-6, 1e-6) * 2)
+        yield f"decode_layer without MLP {hidden}", out.clone()
+        for has_shared in (False, True):
+            mlp, _kept = routed_mlp(hidden, has_shared, random.Random(hidden))
+            attention[ROUTED] = ctypes.addressof(mlp)
+            assert core.decode_layer(ctypes.addressof(attention), 0.2, 1e-6, 1e-6, 1e-6) == 0
+            yield f"decode_layer with experts {hidden} {has_shared}", out[0].clone()
+        twice, scalars = (LayerFields * 2)(layer, layer), (ctypes.c_double * 8)(*(0.2, 1e-6, 1e-6, 1e-6) * 2)
         both = torch.zeros(2, hidden, dtype=BF16)
         at = [t.data_ptr() for t in (tensors[0], both, tensors[6], tensors[7])]
         assert core.decode_layers(ctypes.addressof(twice), ctypes.addressof(scalars), 2, *at, 129) == 0
         yield f"decode_layers {hidden}", both
 
 
-def ranks(core: native.Core) -> Iterator[Case]:
-    """Gathers and sums, where the other ranks have left random numbers."""
-    for n in (1, 17, 130, 20000):
-        for world, rank in ((1, 0), (3, 1)):
-            for dtype in (torch.float32, BF16):
-                view = shared(world, n * dtype.itemsize, rank)
-                view.memory_of[world * LINE :][: 2 * world * n * dtype.itemsize].view(dtype).normal_()
-                x, parts, y = torch.randn(n).to(dtype), torch.zeros(world, n, dtype=dtype), torch.zeros(n, dtype=BF16)
-                assert core.ranks_gather(ctypes.addressof(view), x.data_ptr(), x.nbytes, parts.data_ptr()) == 0
-                assert core.ranks_sum(ctypes.addressof(view), x.data_ptr(), n, DTYPE_CODES[dtype], y.data_ptr(), 2) == 0
-                yield f"ranks_gather {dtype} {n} rank {rank} of {world}", parts
-                yield f"ranks_sum {dtype} {n} rank {rank} of {world}", y
+def exchanges(core: native.Core) -> Iterator[Case]:
+    """Of two ranks, of which the other one wrote zeros."""
+    for n in (1, 33, 1000):
+        view, x, gathered, y = shared(2, 2 * n), random_bf16(n), torch.zeros(2, n, dtype=BF16), torch.zeros(n, dtype=BF16)
+        assert core.ranks_gather(ctypes.addressof(view), x.data_ptr(), x.nbytes, gathered.data_ptr()) == 0
+        assert core.ranks_sum(ctypes.addressof(view), x.data_ptr(), n, 2, y.data_ptr(), 2) == 0
+        yield f"exchanges {n}", torch.cat((gathered.flatten(), y))
 
 
 # ---- dump and compare ----------------------------------------------------------------------------------------------------
 
-AT_EVERY_LEVEL = (gptq_awq, bit_streams, gguf_blocks, int4pack, decode_ops, ranks)
+AT_EVERY_LEVEL = (gptq_awq, bit_streams, gguf_blocks, int4pack, decode_ops, routing, exchanges)
 FROM_AVX2 = (linear, fused_gemv, experts, decode_layer)
 
 

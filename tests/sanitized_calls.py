@@ -23,10 +23,13 @@ from bitline.formats.gguf.block_codes import BitPlanes
 from bitline.formats.gguf.block_scales import q4_k
 from bitline.formats.gguf.blocks import BLOCKS
 from bitline.formats.gguf.ggml_types import BLOCK_SIZES
+from bitline.kernels.cpu.native_experts import ExpertsCall, fields_of_experts
 from bitline.kernels.cpu.native_linear import OP
 from bitline.kernels.cpu.native_linear import CPUWNA16LinearKernel as Kernel
 from bitline.kernels.cpu.unpack_weight import unpack_in_torch
 from bitline.kernels.torch.int4_cpu import TorchInt4PackLinearKernel
+from bitline.model.decoder_experts import RoutedMlp
+from bitline.model.decoder_layer import CAPACITY, RANKS, ROUTED, LayerFields
 from bitline.parallel.shared_memory import LINE, _View, _Waits, size_of
 from bitline.testing import check
 from bitline.testing.conformance import default_specs
@@ -278,21 +281,72 @@ def decode_layers(r: random.Random) -> None:
         sizes = (hidden, kv_heads, q_per_kv, dim, capacity)
         one_rank, small = shared(1, 2 * hidden), shared(1, 2 * hidden - 2)
         at = ctypes.addressof
-        for more, expected in (((capacity - 1, intermediate, 0), 0), ((0, intermediate + 1, 0), -4),
-                               ((0, intermediate, at(one_rank)), 0), ((0, intermediate, at(small)), -4)):  # fmt: skip
-            layer = (ctypes.c_int64 * 32)(*addresses, *sizes, *more)
+        for more, expected in (((capacity - 1, intermediate, 0, 0), 0), ((0, intermediate + 1, 0, 0), -4),
+                               ((0, intermediate, at(one_rank), 0), 0), ((0, intermediate, at(small), 0), -4)):  # fmt: skip
+            layer = LayerFields(*addresses, *sizes, *more)
             assert native.core().decode_layer(ctypes.addressof(layer), 0.2, 1e-6, 1e-6, 1e-6) == expected
             scalars = (ctypes.c_double * 8)(*(0.2, 1e-6, 1e-6, 1e-6) * 2)
-            both = (ctypes.c_int64 * 64)(*layer, *layer)
+            both = (LayerFields * 2)(layer, layer)
             ys = empty(2, hidden, dtype=torch.bfloat16)
             places = [t.data_ptr() for t in (x, ys, tensors[6], tensors[7])]
             assert native.core().decode_layers(at(both), at(scalars), 2, *places, more[0]) == expected
 
         fields = list(layer)
-        fields[1], fields[18:24], fields[-4:] = ys.data_ptr(), [0] * 6, [capacity, capacity - 1, 0, 0]
-        without_mlp = (ctypes.c_int64 * 32)(*fields)
+        fields[1], fields[18:24], fields[CAPACITY:] = ys.data_ptr(), [0] * 6, [capacity, capacity - 1, 0, 0, 0]
+        without_mlp = LayerFields(*fields)
         assert native.core().decode_layer(at(without_mlp), 0.2, 1e-6, 1e-6, 1e-6) == 0
         assert native.core().decode_layers(at(without_mlp), at(scalars), 1, *places, 0) == -4
+        for has_shared in (False, True):
+            mlp, kept = routed_mlp(hidden, has_shared, r)
+            changed = [list(mlp.experts) for _ in range(4)]
+            changed[0][5] = kept[0].data_ptr()  # the down projections as the first ones
+            changed[1][11], changed[2][12], changed[3][12] = 2, 0, 6  # tokens; of five experts none, or six
+            others = [RoutedMlp.from_buffer_copy(mlp) for _ in changed]
+            for other, values in zip(others, changed, strict=True):
+                other.experts = ExpertsCall(*values)
+            for routed, ranks, expected in ((mlp, 0, 0), *((other, 0, -4) for other in others), (mlp, at(one_rank), -4)):
+                layer = LayerFields(*fields)
+                layer[ROUTED], layer[RANKS] = at(routed), ranks
+                assert native.core().decode_layer(at(layer), 0.2, 1e-6, 1e-6, 1e-6) == expected
+                both = (LayerFields * 2)(layer, layer)
+                assert native.core().decode_layers(at(both), at(scalars), 2, *places, 0) == expected
+
+
+def routed_mlp(hidden: int, has_shared: bool, r: random.Random) -> tuple[RoutedMlp, list[torch.Tensor]]:
+    """An MLP of five experts, and tensors that it points to: the down projections first."""
+    inner, gate = r.choice((1, 31, 65)), ExpertGate("silu")
+    down = LinearSpec(hidden, inner, types.uint4b8, (1, 16))
+    stacks = []
+    for spec in (down, down.replace(n=2 * inner, k=hidden)):
+        packed = [Kernel.pack(random_weight(spec, e))["weight"] for e in range(5)]
+        room = -(-packed[0].nbytes // 256) * 256
+        stacks.append(guarded(torch.stack([torch.nn.functional.pad(p, (0, room - p.nbytes)) for p in packed])))
+    kept = [*stacks, guarded(torch.randn(5, hidden).bfloat16())]
+    mlp = RoutedMlp(router=kept[2].data_ptr(), renormalize=r.randrange(2), round_weights=r.randrange(2))
+    mlp.experts = ExpertsCall(*[0] * 5, *fields_of_experts(stacks[1], None, stacks[0], None, 1, 3, torch.bfloat16, gate))
+    if has_shared:
+        mlp.shared_intermediate = n = r.choice((1, 33, 130))
+        kept.append(guarded(torch.randn(hidden).bfloat16()))
+        mlp.shared_router = kept[-1].data_ptr()
+        for i, (rows, columns) in enumerate(((n, hidden), (n, hidden), (hidden, n))):
+            mlp.shared[i].plain = r.randrange(2)
+            spec = LinearSpec(rows, columns, types.int8, (1, columns))
+            packed = Kernel.pack(random_weight(spec, i))["weight"]
+            kept.append(guarded(torch.randn(rows, columns).bfloat16() if mlp.shared[i].plain else packed))
+            mlp.shared[i].weight = kept[-1].data_ptr()
+    return mlp, kept
+
+
+def routing(r: random.Random) -> None:
+    """The router of one token, among whose logits are ties, NaN and infinity."""
+    for experts in (*SIZES, 513):
+        hidden, top_k = r.choice(SIZES), r.randrange(1, experts + 1)
+        router, x = guarded(torch.randint(-3, 4, (experts, hidden)).bfloat16()), guarded(torch.ones(hidden).bfloat16())
+        router[:: r.randrange(1, 9)] = r.choice((0.0, math.nan, math.inf, -math.inf))
+        index, weights = empty(top_k, dtype=torch.int64), empty(top_k)
+        at = (x.data_ptr(), router.data_ptr(), hidden, experts, top_k, r.randrange(2), r.randrange(2))
+        assert native.core().route(*at, index.data_ptr(), weights.data_ptr()) == 0
+        assert len(set(index.tolist())) == top_k and int(index.min()) >= 0 and int(index.max()) < experts
 
 
 def shared(world: int, capacity: int, rank: int = 0) -> _View:
@@ -360,6 +414,7 @@ def main() -> None:
             int4pack(r)
             decode_ops(r)
             exchanges(r)
+            routing(random.Random(threads))
             if level != "portable":
                 linear(r)
                 fused_gemv(r)

@@ -72,6 +72,11 @@ void add(const uint16_t* a, const uint16_t* b, uint16_t* y, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) store(y + i, load(a + i, n - i) + load(b + i, n - i), n - i);
 }
 
+void add_gated(const uint16_t* a, uint16_t gate, const uint16_t* b, uint16_t* y, int64_t n) {
+  const F32x16 g = broadcast(load(&gate, 1)[0]), scale = round_bf16(1.0f / (1.0f + exponential(-g)));
+  for (int64_t i = 0; i < n; i += kLanes) store(y + i, load(a + i, n - i) + round_bf16(scale * load(b + i, n - i)), n - i);
+}
+
 void rope(const uint16_t* x, const uint16_t* cos, const uint16_t* sin, uint16_t* y, int64_t heads, int64_t head_dim) {
   const int64_t half = head_dim / 2;
   for (int64_t h = 0; h < heads; ++h, x += head_dim, y += head_dim) {
@@ -178,6 +183,22 @@ inline F32x16 load(const float* p, int64_t count) {
 }
 inline void store(float* p, F32x16 f, int64_t count) { memcpy(p, &f, size_t(count < kLanes ? count : kLanes) * 4); }
 
+void softmax(const uint16_t* x, float* y, int64_t n) {
+  bf16_to_f32(x, y, n);
+  float max = y[0];
+  for (int64_t i = 1; i < n; ++i) max = y[i] > max || y[i] != y[i] ? y[i] : max;
+  F32x16 sums = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    F32x16 v = broadcast(-__builtin_inff());
+    memcpy(&v, y + i, size_t(n - i < kLanes ? n - i : kLanes) * 4);
+    const F32x16 e = exponential(v - max);
+    sums += e;
+    store(y + i, e, n - i);
+  }
+  const float sum = reduce_add(sums);
+  for (int64_t i = 0; i < n; i += kLanes) store(y + i, load(y + i, n - i) / sum, n - i);
+}
+
 template <class From, class To>
 void sum_parts_of(const uint8_t* parts, int64_t stride, int64_t count, To* y, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i += kLanes) {
@@ -199,7 +220,7 @@ void sum_parts(const uint8_t* parts, int64_t stride, int64_t count, void* y, int
 
 }  // namespace
 
-extern const DecodeKernels decode_kernels = {rms_norm,      silu_and_mul, add,  rope,     attend_split,
-                                             reduce_splits, bf16_to_f32,  gemv, sum_parts};
+extern const DecodeKernels decode_kernels = {rms_norm,     silu_and_mul,  add,         add_gated, softmax,  rope,
+                                             attend_split, reduce_splits, bf16_to_f32, gemv,      sum_parts};
 
 }  // namespace bitline::BITLINE_ISA

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -251,6 +251,15 @@ OP = torch.ops.bitline.experts.default
 Part = ExpertStack | nn.ModuleList  # layers of one spec, or a QuantLinear for each expert
 
 
+class OneCall(NamedTuple):
+    """A kernel that runs all experts of a module in one call, and what it runs."""
+
+    kernel: type[Kernel]
+    up: ExpertStack
+    down: ExpertStack
+    gate: ExpertGate
+
+
 class QuantExperts(nn.Module):
     """The experts of a mixture-of-experts layer, called as transformers calls its own.
 
@@ -313,6 +322,15 @@ class QuantExperts(nn.Module):
     def is_one_call(self) -> bool:
         """Whether all experts are one operator. Else they run one by one, in Python, each as an operator."""
         return self._stacks is not None
+
+    @property
+    def one_call(self) -> OneCall | None:
+        """What one kernel's `apply_experts` runs of this module on its device; None where experts run one by one."""
+        if self._stacks is None:
+            return None
+        up, down, names = self._stacks
+        kernels, _, gate, fused = _resolve(*names, up.device)
+        return OneCall(kernels[0], up, down, gate) if fused and up.device == down.device else None
 
     def _find_stacks(self) -> tuple[ExpertStack, ExpertStack, tuple[str, str, str, str, str]] | None:
         """The operator's stacks, and its text arguments; None where the experts run one by one."""

@@ -21,7 +21,7 @@ from bitline.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ABI = 9  # bitline_abi() in csrc/isa.cpp
+ABI = 10  # bitline_abi() in csrc/isa.cpp
 LEVELS = ("portable", "avx2", "avx512", "amx", "avx_vnni", "neon", "neon_i8mm")
 THREADS = (
     "none: torch's threads were not found",
@@ -44,7 +44,7 @@ SIGNATURES = {
     "bitline_gemm_pack_codes": "ipliipp", "bitline_gemm_pack_scales": "vplilllpllp",
     "bitline_gemm_unpack": "ippi",
     "bitline_gemm": "iplpppi", "bitline_fused_gemv": "iplpppppppi", "bitline_register_torch_op": "is",
-    "bitline_experts": "ipdd",
+    "bitline_experts": "ipdd", "bitline_route": "ippllliipp",
     "bitline_rms_norm": "vppplld", "bitline_silu_and_mul": "vpppl", "bitline_gemv_bf16": "ipppll",
     "bitline_decode_attention": "ippppppllllld", "bitline_decode_layer": "ipdddd",
     "bitline_decode_layers": "ipplppppl",

@@ -16,6 +16,8 @@ SIZES = {
 }  # fmt: skip
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 6, "moe_intermediate_size": 64, "intermediate_size": 160, "norm_topk_prob": True}),
+    "qwen2_moe": ("Qwen2Moe", {"num_experts": 6, "moe_intermediate_size": 64, "intermediate_size": 160,
+                              "shared_expert_intermediate_size": 96}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 96}),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "intermediate_size": 96, "sliding_window": 32,
                            "layer_types": ["sliding_attention", "full_attention"]}),

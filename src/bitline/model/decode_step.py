@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from bitline import native
 from bitline.model import decoder_stack
-from bitline.model.decoder_layer import decode_token, is_plain_input, readable_weight, rms_norm_forward
+from bitline.model.decoder_experts import described_experts
+from bitline.model.decoder_layer import decode_token, is_plain_input, rms_norm_forward
 from bitline.model.known_modules import calls_layers_in_order, has_known_attention, is_known_layer, module_kind
 from bitline.model.kv_cache import kv_cache_layer_class
+from bitline.model.native_parts import readable_weight
 from bitline.parallel import GatherOutput
 
 MIN_LM_HEAD = 1 << 20  # weights of an unquantized LM head that is worth a native call
@@ -54,7 +56,9 @@ def install(model: Any) -> int:
 def has_native_step(module: Any) -> bool:
     """Whether `install` gave a decoder layer a native forward that computes all of it."""
     own = getattr(module.__dict__.get("forward"), "__func__", None)
-    return own is _decoder_layer_forward and is_known_layer(module)
+    if own is not _decoder_layer_forward:
+        return False
+    return is_known_layer(module) or described_experts(module.mlp, module.hidden_size) is not None
 
 
 def _replace_empty_cache_layer(layer: Any, x: Tensor, cache: Any) -> None:

@@ -11,14 +11,15 @@ import ctypes
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules import module as _module
 
 from bitline import native
-from bitline.kernels.cpu.native_linear import OP
-from bitline.linear import QuantLinear, needs_dispatcher
+from bitline.linear import needs_dispatcher
+from bitline.model.decoder_experts import DescribedExperts, described_experts
 from bitline.model.known_modules import is_known_attention, is_known_mlp, module_kind
 from bitline.model.kv_cache import kv_cache_layer_class
+from bitline.model.native_parts import is_modified, packed_linear, readable_weight
 from bitline.parallel import RowParallel
 from bitline.parallel.shared_memory import SharedGather
 
@@ -27,8 +28,8 @@ MAX_NORM_ROWS = 8  # above that torch's own operators are as fast
 _LINEARS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 _SUMMED = ("o_proj", "down_proj")  # over tensor-parallel ranks
 LOST = -5  # csrc/ranks.h: kLost
-LayerFields = ctypes.c_int64 * 32  # csrc/decode_step.h: DecoderLayer
-X, Y, COS, SIN, KEYS, VALUES, CAPACITY, POSITION, RANKS = 0, 1, 6, 7, 8, 9, 28, 29, 31  # of them
+LayerFields = ctypes.c_int64 * 33  # csrc/decode_step.h: DecoderLayer
+X, Y, COS, SIN, KEYS, VALUES, CAPACITY, POSITION, RANKS, ROUTED = 0, 1, 6, 7, 8, 9, 28, 29, 31, 32  # of them
 
 
 def _is_readable(x: Any) -> bool:
@@ -39,24 +40,6 @@ def _is_readable(x: Any) -> bool:
 def is_plain_input(x: Tensor) -> bool:
     """Whether native code may read it and nothing observes torch's operators: no autograd, tracing, compiling or profiling."""
     return _is_readable(x) and not torch.is_grad_enabled() and not needs_dispatcher(x)
-
-
-def readable_weight(module: nn.Module) -> Tensor | None:
-    """A module's weight where native code may read it."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dtype is not torch.bfloat16 or not weight.is_cpu or not weight.is_contiguous():
-        return None
-    return weight
-
-
-def is_modified(module: Any, own_forward: Any = None) -> bool:
-    """Whether a module has hooks, or a forward on the instance that is not `own_forward`."""
-    attributes = module.__dict__
-    if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
-        return True
-    return "forward" in attributes and (
-        own_forward is None or getattr(attributes["forward"], "__func__", None) is not own_forward
-    )
 
 
 def rms_norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -109,7 +92,7 @@ class DescribedLayer(NamedTuple):
 
     fields: of csrc/decode_step.h's DecoderLayer. scalars: of its LayerScalars. tensors: weights and biases behind the addresses
     in `fields`, and those of the norms. shared: what sums outputs over tensor-parallel ranks. has_mlp: whether native code
-    computes the MLP too; else it is called as a module, as experts are.
+    computes the MLP too; else it is called as a module. experts: the MLP, where it is one with experts; `fields` points to it.
     """
 
     fields: list[int]
@@ -119,6 +102,7 @@ class DescribedLayer(NamedTuple):
     tensors: list[Tensor]
     shared: SharedGather | None
     has_mlp: bool
+    experts: DescribedExperts | None
 
 
 def described(layer: Any, hidden: int, rotated: int) -> DescribedLayer | None:
@@ -130,15 +114,16 @@ def described(layer: Any, hidden: int, rotated: int) -> DescribedLayer | None:
     attention, mlp = modules["self_attn"], modules["mlp"]
     if not is_known_attention(attention) or is_modified(attention):
         return None
-    has_mlp = is_known_mlp(mlp)
-    if has_mlp and (is_modified(mlp) or is_modified(mlp._modules["act_fn"])):
+    is_dense = is_known_mlp(mlp)
+    if is_dense and (is_modified(mlp) or is_modified(mlp._modules["act_fn"])):
         return None
-    linears = _packed_linears(modules, has_mlp)
+    linears = _packed_linears(modules, is_dense)
     if linears is None:
         return None
     weights, (q_size, kv_size, _, _, *rest), shared = linears
-    if not has_mlp:
+    if not is_dense:
         weights += [None] * 6
+    experts = None if is_dense or shared is not None else described_experts(mlp, hidden)
     head_dim = attention.head_dim
     kv_heads, q_per_kv = kv_size // head_dim, q_size // kv_size
     found = _norm_weights(modules, attention, hidden, head_dim)
@@ -147,10 +132,12 @@ def described(layer: Any, hidden: int, rotated: int) -> DescribedLayer | None:
     norms, epsilons = found
     fields = [
         0, 0, *map(_address, norms), 0, 0, 0, 0, *map(_address, weights),
-        hidden, kv_heads, q_per_kv, head_dim, 0, 0, rest[0] if has_mlp else 0, 0 if shared is None else shared.address,
+        hidden, kv_heads, q_per_kv, head_dim, 0, 0, rest[0] if is_dense else 0, 0 if shared is None else shared.address,
+        0 if experts is None else ctypes.addressof(experts.fields),
     ]  # fmt: skip
-    tensors = [t for t in (*norms, *weights) if t is not None]
-    return DescribedLayer(fields, (attention.scaling, *epsilons), kv_heads, head_dim, tensors, shared, has_mlp)
+    tensors = [t for t in (*norms, *weights, *(() if experts is None else experts.tensors)) if t is not None]
+    scalars, has_mlp = (attention.scaling, *epsilons), is_dense or experts is not None
+    return DescribedLayer(fields, scalars, kv_heads, head_dim, tensors, shared, has_mlp, experts)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -172,14 +159,14 @@ def native_kv_cache(attention: Any, cache: Any) -> Any:
     return layers[index]
 
 
-def _packed_linears(modules: Any, has_mlp: bool) -> tuple[list[Tensor | None], list[int], SharedGather | None] | None:
+def _packed_linears(modules: Any, is_dense: bool) -> tuple[list[Tensor | None], list[int], SharedGather | None] | None:
     """Packed weight and bias of each linear layer, in _LINEARS' order, their N, and what sums outputs over ranks; None where one
     of them does not run the native kernel directly.
     """
     tensors: list[Tensor | None] = []
     sizes: list[int] = []
     sums: list[SharedGather | None] = []
-    for owner, names in _LINEARS if has_mlp else _LINEARS[:1]:
+    for owner, names in _LINEARS if is_dense else _LINEARS[:1]:
         owned = modules[owner]._modules
         for name in names:
             linear = owned[name]
@@ -190,12 +177,10 @@ def _packed_linears(modules: Any, has_mlp: bool) -> tuple[list[Tensor | None], l
                         return None
                     linear = linear._modules["linear"]
                 sums.append(shared)
-            if type(linear) is not QuantLinear or is_modified(linear):
+            found = packed_linear(linear)
+            if found is None:
                 return None
-            spec, direct = linear.choice.spec, linear._direct
-            if direct is None or direct[0] is not OP or linear._multiplier is not None or spec.act_dtype is not torch.bfloat16:
-                return None
-            weight, bias, n = direct[1]
+            weight, bias, n = found
             tensors += weight, bias
             sizes.append(n)
     return (tensors, sizes, sums[0]) if sums[0] is sums[-1] else None

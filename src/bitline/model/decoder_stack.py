@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bitline import native
+from bitline.experts import ExpertStack, QuantExperts
 from bitline.linear import QuantLinear
 from bitline.model.decoder_layer import (
     CAPACITY,
@@ -199,6 +200,7 @@ class _Prepared:
 
     def __init__(self, layers: tuple[Any, ...], found: list[DescribedLayer], hidden: int, rotated: int) -> None:
         self.layers, self.shared = layers, found[0].shared
+        self.experts = [layer.experts for layer in found]  # to which `fields` points
         self.sizes = hidden, rotated
         self.kv_heads, self.head_dim = [layer.kv_heads for layer in found], [layer.head_dim for layer in found]
         self.fields = (LayerFields * len(found))(*(LayerFields(*layer.fields) for layer in found))
@@ -253,16 +255,27 @@ def _watches(layers: tuple[Any, ...], tensors: list[Tensor]) -> list[_Watch]:
     modules = [module for layer in layers for module in layer.modules()]
     attributes = [module.__dict__ for module in modules]
     linears = [module.__dict__ for module in modules if isinstance(module, QuantLinear)]
-    norms = [module for module in modules if "variance_epsilon" in module.__dict__]
+    experts = [module.__dict__ for module in modules if isinstance(module, QuantExperts)]
+    stacks = [module for module in modules if isinstance(module, ExpertStack)]
+    routers = [own for own in attributes if "top_k" in own and own["_parameters"]]
+    norms = [own for own in attributes if "variance_epsilon" in own]
+    parameters = [own["_parameters"] for own in attributes]
     return [
         _Watch(type, modules),
         _Watch(len, [part for own in attributes for part in (own, own["_forward_hooks"], own["_forward_pre_hooks"])]),
         _Watch(dict.copy, [own["_modules"] for own in attributes if own["_modules"]]),
         _Watch(itemgetter("forward"), [own for own in attributes if "forward" in own], same=True),
-        _Watch(itemgetter("training"), [layer.__dict__ for layer in layers]),
+        _Watch(itemgetter("training"), [part.__dict__ for layer in layers for part in (layer, layer._modules["mlp"])]),
         _Watch(itemgetter("_direct"), linears, same=True),
-        _Watch(itemgetter("weight"), [norm._parameters for norm in norms], same=True),
-        _Watch(itemgetter("variance_epsilon"), [norm.__dict__ for norm in norms]),
+        _Watch(itemgetter("_stacks"), experts, same=True),
+        _Watch(itemgetter(0), [stack.packed for stack in stacks], same=True),
+        _Watch(itemgetter("packed"), [stack.__dict__ for stack in stacks], same=True),
+        _Watch(itemgetter("bias"), [stack._buffers for stack in stacks], same=True),
+        _Watch(itemgetter("top_k", "hidden_dim"), routers),
+        _Watch(itemgetter("norm_topk_prob"), [own for own in routers if "norm_topk_prob" in own]),
+        _Watch(itemgetter("weight"), [own for own in parameters if "weight" in own], same=True),
+        _Watch(itemgetter("bias"), [own for own in parameters if "bias" in own], same=True),
+        _Watch(itemgetter("variance_epsilon"), norms),
         _Watch(itemgetter("scaling"), [layer._modules["self_attn"].__dict__ for layer in layers]),
         _Watch(Tensor.data_ptr, tensors),
     ]

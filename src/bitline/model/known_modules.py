@@ -20,11 +20,15 @@ from torch import nn
 _KNOWN_BODIES = {
     "50b8139e32eaccc8": "rms_norm", "5b8abf7af12a4b42": "mlp", "b139d1b607c01194": "decoder_layer",
     "963fa4d47f287836": "decoder_layer",  # Mixtral
+    "64900aacce01346d": "routed_mlp_shared", "cb8b051b34674b5a": "routed_mlp",  # Qwen2-MoE, Qwen3-MoE
+    "6ee751e522284af2": "routed_mlp", "793098f9664b271c": "router", "a27fa18e8112b1c9": "router_float32",  # the last is Mixtral's
     "edb09e4cdb72174c": "attention", "ea92a9846ca1ecb5": "attention", "992c57d97163d600": "attention",  # Llama, Mistral, Qwen2
     "457e3a53f1f0cfb6": "attention_qk_norm",  # Qwen3
     "257620718ecff20c": "apply_rotary_pos_emb", "b92c1a98279c25d0": "rotate_half",
     "673f5d551ea25302": "causal_lm", "79b71545dbce782c": "causal_lm",  # their logits are the head's output
+    "61c267c3b7df43b3": "causal_lm",  # of models with experts
     "b9c0eae1e2b38972": "decoder", "5ef674717a323c21": "decoder", "9b8e9bc6275a252a": "decoder",  # Llama, Mistral, Qwen2 to 3
+    "d5cb05a34d21834e": "decoder", "69af5a8fb7b9cc64": "decoder",  # Qwen2-MoE; Qwen3-MoE and Mixtral
 }  # fmt: skip
 
 # Reading and hashing a source takes longer than a token. By the function: a class's forward may be replaced.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from bitline.model import decoder_stack
-from bitline.model.decoder_layer import is_modified
 from bitline.model.decoder_stack import DecoderStack
 from bitline.model.known_modules import calls_layers_in_order, returns_output_of_head
+from bitline.model.native_parts import is_modified
 
 _POSITIONS = 64  # whose rotations are computed at once
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # rotations that depend on nothing but the position

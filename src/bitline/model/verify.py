@@ -15,6 +15,7 @@ from bitline.linear import QuantLinear
 from bitline.model import decode_step
 from bitline.model.embedding import QuantEmbedding
 from bitline.model.expert_names import top_k_of
+from bitline.model.known_modules import is_known_layer
 from bitline.model.layer_check import LayerCheck, fault_of
 from bitline.model.packed_differences import packed_differences
 from bitline.model.plan import plan, quant_linears
@@ -141,7 +142,7 @@ def _fused_checks(model: Any, failed: set[str]) -> Iterator[LayerCheck]:
         if isinstance(module, QuantExperts) and module.is_one_call and {"up.0", "down"} <= reads.keys():
             top_k = top_k_of(model.config) if hasattr(model, "config") else 1
             yield from check_experts(module, reads["up.0"], reads["down"], name, top_k)
-        elif decode_step.has_native_step(module):
+        elif is_known_layer(module) and decode_step.has_native_step(module):
             yield from check_decode_step(module, reads, name)
 
 

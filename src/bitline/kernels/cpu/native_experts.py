@@ -14,7 +14,7 @@ from bitline.expert_gate import ExpertGate
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/gemm.h: enum Dtype
 FAILURES = {-1: "it was packed by another version", -2: "no memory", -3: "no kernel for this level of CPU features"}
 _ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}  # csrc/experts.h: enum Activation
-_CALL = ctypes.c_int64 * 17  # csrc/experts.h: ExpertsCall
+ExpertsCall = ctypes.c_int64 * 17  # csrc/experts.h: ExpertsCall
 
 
 def apply_experts(
@@ -47,14 +47,23 @@ def apply_experts(
     y, results = x.new_empty(tokens, n), x.new_empty(tokens * top_k, n)
     index, weights = index.to(torch.int64).contiguous(), weights.float().contiguous()
     biases = [None if b is None else b.contiguous() for b in (up_bias, down_bias)]
-    failed = core.experts(_CALL(
-        x.data_ptr(), y.data_ptr(), index.data_ptr(), weights.data_ptr(), results.data_ptr(),
-        up.data_ptr(), _address(biases[0]), down.data_ptr(), _address(biases[1]), up.stride(0), down.stride(0),
-        tokens, top_k, up.shape[0], DTYPE_CODES[x.dtype], _ACTIVATION_CODES[gate.activation], int(gate.gated),
-    ), gate.alpha, gate.limit)  # fmt: skip
+    fields = fields_of_experts(up, biases[0], down, biases[1], tokens, top_k, x.dtype, gate)
+    pointers = [t.data_ptr() for t in (x, y, index, weights, results)]
+    failed = core.experts(ExpertsCall(*pointers, *fields), gate.alpha, gate.limit)
     if failed:
         _raise(failed, index, up.shape[0])
     return y
+
+
+def fields_of_experts(
+    up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, tokens: int, top_k: int, dtype: torch.dtype,
+    gate: ExpertGate,
+) -> tuple[int, ...]:  # fmt: skip
+    """The fields of ExpertsCall behind the first five, which point to x, y, index, weights and results. Biases are contiguous."""
+    return (
+        up.data_ptr(), _address(up_bias), down.data_ptr(), _address(down_bias), up.stride(0), down.stride(0),
+        tokens, top_k, up.shape[0], DTYPE_CODES[dtype], _ACTIVATION_CODES[gate.activation], int(gate.gated),
+    )  # fmt: skip
 
 
 def _address(tensor: Tensor | None) -> int:
