@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from experts_oracle import specs_of
+
 
 @pytest.fixture(scope="module")
 def sanitize():
@@ -78,11 +80,19 @@ def test_what_fails_in_a_report(sanitize):
         assert len(sanitize.complaints({"tools": tools | {tool: runs}})) == 1
 
 
-def test_the_grid_is_what_the_kernel_accepts(sanitize):
-    from bitline.kernels.hopper.linear import GluonHopperLinearKernel
+def test_the_layers_are_what_the_kernels_accept(sanitize):
+    import sanitized_layers as layers
 
-    names = [name for name, _, _ in sanitize.grid()]
+    from bitline.kernels.hopper.linear import GluonHopperLinearKernel
+    from bitline.kernels.hopper.scaled_linear import GluonHopperScaledMMLinearKernel
+    from bitline.kernels.hopper.w4a8_linear import GluonHopperW4A8LinearKernel
+
+    names = [name for name, *_ in layers.grid() + layers.activation_grid() + layers.w4a8_grid()]
     assert len(set(names)) == len(names)
-    assert all(GluonHopperLinearKernel.can_implement(spec) for _, spec, _ in sanitize.grid())
-    for _, spec, batches in sanitize.grid():
+    assert all(GluonHopperLinearKernel.can_implement(spec) for _, spec, _ in layers.grid())
+    assert all(GluonHopperScaledMMLinearKernel.can_implement(spec) for _, spec in layers.activation_grid())
+    assert all(GluonHopperW4A8LinearKernel.can_implement(spec) for _, spec in layers.w4a8_grid())
+    for _, down, gate, k in layers.experts_grid():
+        assert GluonHopperLinearKernel.can_experts(*specs_of(down, gate, k), gate)
+    for _, spec, batches in layers.grid():
         assert min(batches) <= 16 < max(batches) and spec.n * spec.k < 1 << 20

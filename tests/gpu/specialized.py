@@ -29,5 +29,10 @@ def specialized(out):
     """out int32 [3] = 1, 2, 3."""
     ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready.index(0), count=1)
-    partitions = [(default_partition, (out, ready)), (second_partition, (out, ready)), (producer_partition, (out, ready))]
-    gl.warp_specialize(partitions, [4, 1], [232, 40])
+    # fmt: off
+    gl.warp_specialize([
+        (default_partition, (out, ready)),
+        (second_partition, (out, ready)),
+        (producer_partition, (out, ready)),
+    ], [4, 1], [232, 40])
+    # fmt: on
