@@ -1,32 +1,14 @@
 #include "routed_mlp.h"
 
-#include <algorithm>
-
 #include "decode_step.h"
 #include "gemm_calls.h"
 #include "scratch.h"
+#include "top_k.h"
 
 namespace bitline {
 namespace {
 
 __thread Scratch route_scratch, mlp_scratch;
-
-struct Candidate {
-  float probability;
-  int64_t expert;
-};
-
-// Moves the first k of torch.topk to the front. NaN comes first; among equals the order is the C++ library's, whose algorithms are
-// those that torch calls for as many.
-void select_top_k(Candidate* all, int64_t n, int64_t k) {
-  const auto before = [](const Candidate& a, const Candidate& b) {
-    const bool a_nan = a.probability != a.probability, b_nan = b.probability != b.probability;
-    return (a_nan && !b_nan) || a.probability > b.probability;
-  };
-  if (k * 64 <= n) return std::partial_sort(all, all + k, all + n, before);
-  std::nth_element(all, all + k - 1, all + n, before);
-  std::sort(all, all + k - 1, before);
-}
 
 float rounded_to_bf16(float v) {
   const uint32_t bits = bits_of(v);

@@ -351,6 +351,33 @@ def test_routing(experts, top_k, renormalize, level):
             check_routing(x, own, index, weights, unit=1e-6)
 
 
+def hard_orders(n):
+    """Logits in orders that are the worst cases of quickselect and heaps, with and without equals."""
+    rising = ((torch.arange(1024) + 0x3C80) << 16).int().view(torch.float32)[torch.arange(n) * 1024 // n].to(BF16)  # 1/64...4
+    killer = torch.empty(n, dtype=BF16)  # of the median of three: each partition takes two elements off
+    half, sorted_ = n // 2, rising.flip(0)
+    killer[: 2 * half] = torch.stack([sorted_[:half], sorted_[half : 2 * half]], 1).flatten()
+    killer[2 * half :] = sorted_[2 * half :]
+    evens = torch.cat([sorted_[: 2 * half : 2], sorted_[1 : 2 * half : 2], sorted_[2 * half :]])
+    pipe = torch.cat([rising[::2], rising[1::2].flip(0)])
+    yield from (rising, sorted_, killer, killer.flip(0), evens, pipe, torch.ones(n, dtype=BF16))
+    for values in (2, 3, n // 2 + 1):
+        yield torch.randint(values, (n,)).to(BF16) / max(1, values / 8)
+    yield rising[torch.randperm(n)]
+
+
+@pytest.mark.parametrize("n", [*range(1, 41), 64, 127, 128, 129, 512, 1000])
+def test_routing_chooses_what_topk_chooses(n, level):
+    """Also among equals, whose order torch takes from the C++ library."""
+    torch.manual_seed(n)
+    x = torch.ones(1, 1, dtype=BF16)
+    for logits in hard_orders(n):
+        probabilities = logits.float().softmax(0)
+        for top_k in sorted({1, 2, 3, 4, 8, 17, 40, n // 64, n // 64 + 1, n // 2, n - 1, n} & set(range(1, n + 1))):
+            index, _ = routed(x, logits[:, None].contiguous(), top_k, renormalize=True, rounded=True)
+            assert torch.equal(index, probabilities.topk(top_k).indices), (top_k, logits)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
 @pytest.mark.parametrize(("experts", "top_k"), SIZES)
 def test_routing_of_non_finite_logits(experts, top_k, bad, level):
