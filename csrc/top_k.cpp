@@ -7,7 +7,7 @@ namespace {
 // steps happen to do. These are the same steps: the core links no C++ library, and another one's differ.
 
 constexpr int64_t kSmallest = 3;     // quickselect leaves as many to the insertion sort
-constexpr int64_t kInsertions = 16;   // and quicksort as many
+constexpr int64_t kInsertions = 16;  // and quicksort as many
 
 bool before(const Candidate& a, const Candidate& b) {
   const bool a_nan = a.probability != a.probability, b_nan = b.probability != b.probability;

@@ -10,6 +10,7 @@ import torch
 
 import tiny
 from bitline import native
+from bitline.model.generate import generate
 
 # What models of an architecture need beside tiny.SETTINGS for native steps.
 FAMILIES = {"Llama": {}, "Mistral": {"sliding_window": None}, "Qwen2": {}, "Qwen3": {"head_dim": 32}}
@@ -48,3 +49,26 @@ def record_calls(monkeypatch: Any, **described: Callable[..., Any]) -> list[Any]
 
         monkeypatch.setattr(core, name, recorded)
     return calls
+
+
+def prompt_cache(model: Any, ids: torch.Tensor) -> Any:
+    """A KV cache that holds a prompt, token ids [1, T]."""
+    import transformers
+
+    cache = transformers.DynamicCache(config=model.config)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+class Tokenizer:
+    """What `generate` calls of a tokenizer."""
+
+    eos_token_id = 2
+
+    def decode(self, ids: Any, **_options: Any) -> str:
+        return " ".join(map(str, torch.as_tensor(ids).tolist()))
+
+
+def generated_tokens(model: Any, ids: torch.Tensor) -> tuple[int, ...]:
+    """The 20 tokens that `generate` appends to token ids [1, T]."""
+    return generate(model, Tokenizer(), ids, max_new_tokens=20, stop=False).token_ids

@@ -26,7 +26,7 @@ inline F32x16 load(const float* p) {
   memcpy(&f, p, sizeof f);
   return f;
 }
-inline void store(float* p, F32x16 f) { memcpy(p, &f, sizeof f); }
+inline void store(float* p, F32x16 f, int64_t count = kLanes) { memcpy(p, &f, size_t(count < kLanes ? count : kLanes) * 4); }
 
 // The first `count` lanes, zeros in the rest.
 inline F32x16 load(const uint16_t* p, int64_t count) {
@@ -34,6 +34,12 @@ inline F32x16 load(const uint16_t* p, int64_t count) {
   uint16_t padded[kLanes] = {};
   memcpy(padded, p, size_t(count) * 2);
   return load(padded);
+}
+inline F32x16 load(const float* p, int64_t count) {
+  if (count >= kLanes) return load(p);
+  F32x16 f = {};
+  memcpy(&f, p, size_t(count) * 4);
+  return f;
 }
 
 inline F32x16 round_bf16(F32x16 f) { return (F32x16)bf16_bits(f); }
@@ -91,6 +97,19 @@ void rope(const uint16_t* x, const uint16_t* cos, const uint16_t* sin, uint16_t*
   }
 }
 
+// x = exp(x - max) of n values. Returns their sum.
+float exponentials(float* x, int64_t n, float max) {
+  F32x16 sums = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    F32x16 v = broadcast(-__builtin_inff());
+    memcpy(&v, x + i, size_t(n - i < kLanes ? n - i : kLanes) * 4);
+    const F32x16 e = exponential(v - max);
+    sums += e;
+    store(x + i, e, n - i);
+  }
+  return reduce_add(sums);
+}
+
 void attend_split(const Attention& a, int64_t kv_head, int64_t begin, int64_t end, float* partial) {
   float q[kMaxQPerKv * kMaxHeadDim];
   float scores[kKvSplit];
@@ -108,15 +127,7 @@ void attend_split(const Attention& a, int64_t kv_head, int64_t begin, int64_t en
       scores[j] = score;
       max_score = score > max_score || score != score ? score : max_score;
     }
-    F32x16 exp_sums = {};
-    for (int64_t j = 0; j < count; j += kLanes) {
-      F32x16 s = broadcast(-__builtin_inff());
-      memcpy(&s, scores + j, size_t(count - j < kLanes ? count - j : kLanes) * 4);
-      const F32x16 e = exponential(s - max_score);
-      exp_sums += e;
-      memcpy(scores + j, &e, size_t(count - j < kLanes ? count - j : kLanes) * 4);
-    }
-    partial[0] = max_score, partial[1] = reduce_add(exp_sums);
+    partial[0] = max_score, partial[1] = exponentials(scores, count, max_score);
     for (int64_t i = 0; i < dim; i += 4 * kLanes) {  // four accumulators at a time stay in registers
       const int64_t vectors = (dim - i) / kLanes < 4 ? (dim - i) / kLanes : 4;
       F32x16 acc[4] = {};
@@ -150,10 +161,7 @@ void reduce_splits(const float* partials, int64_t splits, int64_t stride, int64_
 }
 
 void bf16_to_f32(const uint16_t* x, float* y, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const F32x16 f = load(x + i, n - i);
-    memcpy(y + i, &f, size_t(n - i < kLanes ? n - i : kLanes) * 4);
-  }
+  for (int64_t i = 0; i < n; i += kLanes) store(y + i, load(x + i, n - i), n - i);
 }
 
 constexpr int64_t kPrefetchElements = 2048;  // ahead: a page of 4 KB
@@ -175,27 +183,11 @@ void gemv(const float* x, const uint16_t* w, int64_t k, int64_t begin, int64_t e
   }
 }
 
-inline F32x16 load(const float* p, int64_t count) {
-  if (count >= kLanes) return load(p);
-  F32x16 f = {};
-  memcpy(&f, p, size_t(count) * 4);
-  return f;
-}
-inline void store(float* p, F32x16 f, int64_t count) { memcpy(p, &f, size_t(count < kLanes ? count : kLanes) * 4); }
-
 void softmax(const uint16_t* x, float* y, int64_t n) {
   bf16_to_f32(x, y, n);
   float max = y[0];
   for (int64_t i = 1; i < n; ++i) max = y[i] > max || y[i] != y[i] ? y[i] : max;
-  F32x16 sums = {};
-  for (int64_t i = 0; i < n; i += kLanes) {
-    F32x16 v = broadcast(-__builtin_inff());
-    memcpy(&v, y + i, size_t(n - i < kLanes ? n - i : kLanes) * 4);
-    const F32x16 e = exponential(v - max);
-    sums += e;
-    store(y + i, e, n - i);
-  }
-  const float sum = reduce_add(sums);
+  const float sum = exponentials(y, n, max);
   for (int64_t i = 0; i < n; i += kLanes) store(y + i, load(y + i, n - i) / sum, n - i);
 }
 

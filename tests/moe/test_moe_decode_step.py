@@ -11,25 +11,18 @@ from moe_models import make
 import bitline
 from bitline import native
 from bitline.model import decode_step, decoder_layer, decoder_stack
-from bitline.model import generate as module
 from bitline.model.decoder_layer import ROUTED, LayerFields
 from bitline.model.token_step import TokenStep
+from decoding import generated_tokens, prompt_cache, record_calls, token_logits
 
-pytestmark = pytest.mark.skipif(native.core() is None, reason="needs the native core")
+pytestmark = [
+    pytest.mark.skipif(native.core() is None, reason="needs the native core"),
+    pytest.mark.usefixtures("one_thread_inference"),
+]
 transformers = pytest.importorskip("transformers")
 BF16 = torch.bfloat16
 IDS = torch.randint(3, 100, (1, 40), generator=torch.Generator().manual_seed(1))
 GATE = 18  # field of a described layer
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    """On one thread: a second one would wait for other tests' processes at each call."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(before)
 
 
 def mlp_of(address):
@@ -40,28 +33,16 @@ def mlp_of(address):
 @pytest.fixture
 def native_calls(monkeypatch):
     """Of each native call, which MLP it computes in each layer."""
-    core, calls = native.core(), []
-    layer, layers = core.decode_layer, core.decode_layers
     size = ctypes.sizeof(LayerFields)
-    monkeypatch.setattr(core, "decode_layer", lambda at, *a: calls.append([mlp_of(at)]) or layer(at, *a))
-    monkeypatch.setattr(
-        core, "decode_layers", lambda at, scalars, n, *a: (
-            calls.append([mlp_of(at + i * size) for i in range(n)]) or layers(at, scalars, n, *a))
-    )  # fmt: skip
-    return calls
+    return record_calls(
+        monkeypatch,
+        decode_layer=lambda at, *_: [mlp_of(at)],
+        decode_layers=lambda at, _scalars, n, *_: [mlp_of(at + i * size) for i in range(n)],
+    )
 
 
 def load(folder, dtype=BF16, **options):
     return bitline.load_model(folder, dtype=dtype, **options)
-
-
-def logits(model, ids=IDS):
-    """Of a prompt of three tokens and of each after it: [T, V]."""
-    cache = transformers.DynamicCache(config=model.config)
-    rows = [model(input_ids=ids[:, :3], past_key_values=cache, use_cache=True).logits[:, -1]]
-    for i in range(3, ids.shape[1]):
-        rows.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits[:, -1])
-    return torch.cat(rows).double()
 
 
 def assert_close(found, exact, plain):
@@ -109,10 +90,10 @@ CALLED = {  # MLPs that modules compute
 @pytest.mark.parametrize("form", [*NATIVE, "shared quantized", "shared plain", *CALLED])
 def test_whole_models(form, tmp_path, native_calls):
     folder = shared(tmp_path, "plain" not in form) if form.startswith("shared") else FORMS[form](tmp_path)[0]
-    exact = logits(load(folder, torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel")))
-    plain = logits(load(folder, native_step=False))
+    exact = token_logits(load(folder, torch.float32, policy=bitline.Policy(kernel="ReferenceLinearKernel")), IDS)
+    plain = token_logits(load(folder, native_step=False), IDS)
     assert not native_calls
-    fast = logits(load(folder))
+    fast = token_logits(load(folder), IDS)
     assert native_calls == ([["experts", "experts"]] * 37 if form not in CALLED else [[kind] for kind in CALLED[form]] * 37)
     assert_close(fast, exact, plain)
 
@@ -122,9 +103,9 @@ def test_whole_models(form, tmp_path, native_calls):
 def test_all_layers_are_one_call_with_the_same_bits(kind, threads, tmp_path, native_calls):
     model = load(shared(tmp_path) if kind == "qwen2_moe" else FORMS[f"{kind.split('_')[0]} gptq"](tmp_path)[0])
     torch.set_num_threads(threads)
-    together = logits(model)
+    together = token_logits(model, IDS)
     assert native_calls == [["experts", "experts"]] * 37
-    apart = logits(one_by_one(model))
+    apart = token_logits(one_by_one(model), IDS)
     assert native_calls == [["experts", "experts"]] * 37 + [["experts"]] * 2 * 37
     assert torch.equal(together, apart)
 
@@ -135,8 +116,8 @@ def test_bits_of_the_modules(form, tmp_path, native_calls, monkeypatch):
     model = load(shared(tmp_path) if form == "qwen2" else FORMS[form](tmp_path)[0])
     for layer in model.model.layers:
         exact_router(layer.mlp.gate.weight)
-    fast = logits(model)
-    by_modules = logits(without_native_experts(model, monkeypatch))
+    fast = token_logits(model, IDS)
+    by_modules = token_logits(without_native_experts(model, monkeypatch), IDS)
     assert native_calls == [["experts", "experts"]] * 37 + [["none"]] * 2 * 37
     same = (fast == by_modules).all(1)
     assert same.float().mean() >= 0.9 and (fast - by_modules).abs().max() <= 0.05 * by_modules.abs().max()
@@ -146,59 +127,39 @@ def test_bits_of_the_modules(form, tmp_path, native_calls, monkeypatch):
 def test_dense_layers_among_them_are_in_the_same_call(changes, tmp_path, native_calls):
     folder = write(tmp_path, "qwen3_moe", make("qwen3_moe", **changes), "gptq", everything("W4A16", 32))
     model = load(folder)
-    together = logits(model)
+    together = token_logits(model, IDS)
     kinds = ["experts", "dense"] if changes == {"mlp_only_layers": [1]} else ["dense", "experts"]
     assert native_calls == [kinds] * 37
-    assert torch.equal(logits(one_by_one(model)), together)
+    assert torch.equal(token_logits(one_by_one(model), IDS), together)
     assert all(map(decode_step.has_native_step, model.model.layers))
 
 
 # ---- one token after another -----------------------------------------------------------------------------------------------
 
 
-def started(model):
-    """A KV cache that holds a prompt."""
-    cache = transformers.DynamicCache(config=model.config)
-    model(input_ids=IDS[:, :5], past_key_values=cache, use_cache=True)
-    return cache
-
-
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe"])
 def test_a_token_step_has_the_bits_of_the_forward(kind, tmp_path):
     model = load(shared(tmp_path) if kind == "qwen2_moe" else FORMS[f"{kind.split('_')[0]} gptq"](tmp_path)[0])
-    cache, other = started(model), started(model)
+    cache, other = prompt_cache(model, IDS[:, :5]), prompt_cache(model, IDS[:, :5])
     step = TokenStep.of(model, cache)
     for i in range(5, IDS.shape[1]):
         expected = model(input_ids=IDS[:, i : i + 1], past_key_values=other, use_cache=True).logits
         assert torch.equal(step.logits(IDS[:, i : i + 1]), expected)
 
 
-class Tokens:
-    """A tokenizer of which only what `generate` calls is there."""
-
-    eos_token_id = 2
-
-    def decode(self, ids, **_options):
-        return " ".join(map(str, torch.as_tensor(ids).tolist()))
-
-
-def generated(model):
-    return module.generate(model, Tokens(), IDS[:, :5], max_new_tokens=20, stop=False).token_ids
-
-
 def test_generation_is_that_of_transformers(tmp_path, native_calls):
     model = load(FORMS["qwen3 gptq"](tmp_path)[0])
     expected = model.generate(IDS[:, :5], max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0)[0, 5:].tolist()
-    assert list(generated(model)) == expected
+    assert list(generated_tokens(model, IDS[:, :5])) == expected
     assert native_calls == [["experts", "experts"]] * 2 * 19
 
 
 def test_hooks_on_parts_are_called_for_each_token_of_a_text(tmp_path):
     model, calls = load(shared(tmp_path)), []
-    expected = generated(model)
+    expected = generated_tokens(model, IDS[:, :5])
     for name in ("", "model", "model.norm", "model.layers.1.mlp", "model.layers.0.mlp.gate", "model.layers.1.mlp.shared_expert"):
         handle = model.get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
-        tokens = generated(model)
+        tokens = generated_tokens(model, IDS[:, :5])
         handle.remove()
         assert len(calls) == 20 and ("mlp" in name or tokens == expected), name
         calls.clear()
@@ -214,17 +175,17 @@ PARTS = ["mlp", "mlp.gate", "mlp.experts", "mlp.shared_expert", "mlp.shared_expe
 def test_hooked_and_replaced_parts_are_called(name, tmp_path):
     model = load(shared(tmp_path))
     part, calls = model.model.layers[0].get_submodule(name), []
-    expected = logits(model)
+    expected = token_logits(model, IDS)
     for register in (part.register_forward_hook, part.register_forward_pre_hook):
         handle = register(lambda *_: calls.append(1))
-        found = logits(model)
+        found = token_logits(model, IDS)
         handle.remove()
         assert len(calls) == 38
         assert (found - expected).abs().amax(1).median() <= 0.05 * expected.abs().max()
         calls.clear()
     before = part.forward
     part.forward = lambda *a, **k: calls.append(1) or before(*a, **k)
-    logits(model)
+    token_logits(model, IDS)
     del part.forward
     assert len(calls) == 38
     calls.clear()
@@ -235,7 +196,7 @@ def test_hooked_and_replaced_parts_are_called(name, tmp_path):
             return super().__call__(*a, **k)
 
     part.__class__ = Replaced
-    logits(model)
+    token_logits(model, IDS)
     assert len(calls) == 38
 
 
@@ -262,7 +223,7 @@ def test_changes_between_tokens_are_seen(change, tmp_path):
     folder, outputs = shared(tmp_path), []
     for prepare in (lambda m: m, one_by_one):
         model = prepare(load(folder))
-        cache = started(model)
+        cache = prompt_cache(model, IDS[:, :5])
         before = model(input_ids=IDS[:, 5:6], past_key_values=cache).logits[0, -1]
         cache.crop(-1)
         CHANGES[change](model.model.layers[1].mlp)
@@ -274,19 +235,20 @@ def test_changes_between_tokens_are_seen(change, tmp_path):
 
 def test_batches_prompts_and_masks_run_in_modules(tmp_path, native_calls):
     model, plain = load(shared(tmp_path)), load(shared(tmp_path), native_step=False)
-    logits(model, IDS.repeat(2, 1))
+    token_logits(model, IDS.repeat(2, 1))
     assert not native_calls
     assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
-    cache = started(model)
+    cache = prompt_cache(model, IDS[:, :5])
     model(input_ids=IDS[:, 5:6], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]))
     assert not native_calls
 
 
 def test_router_logits_are_recorded(tmp_path):
     model, plain = load(shared(tmp_path)), load(shared(tmp_path), native_step=False)
-    logits(model, IDS[:, :6])  # the call of all layers is prepared
+    token_logits(model, IDS[:, :6])  # the call of all layers is prepared
     found = [
-        m(input_ids=IDS[:, 5:6], past_key_values=started(m), output_router_logits=True).router_logits for m in (model, plain)
+        m(input_ids=IDS[:, 5:6], past_key_values=prompt_cache(m, IDS[:, :5]), output_router_logits=True).router_logits
+        for m in (model, plain)
     ]
     assert len(found[0]) == len(found[1]) == 2
     assert all((a - b).abs().max() <= 0.1 for a, b in zip(*found, strict=True))
@@ -295,7 +257,7 @@ def test_router_logits_are_recorded(tmp_path):
 def test_non_finite_hidden_states_come_out_as_such(tmp_path):
     """A NaN reaches every logit of the router; it must choose experts all the same."""
     model = load(shared(tmp_path))
-    cache = started(model)
+    cache = prompt_cache(model, IDS[:, :5])
     model.model.embed_tokens.weight[7] = torch.nan
     found = model(input_ids=torch.tensor([[7]]), past_key_values=cache).logits
     assert bool(found.isnan().all())
